@@ -8,7 +8,8 @@ another run may start. For a LoRA run this is the adapter, for PEFT and vLLM, or
 
 Works during the run or after it, on a machine without GPUs, with memory for one shard. The weights
 come from the run's weight store, which has the last versions, or from a checkpoint; the command
-prints which. Each block is compared with its hash in the engines. DIR appears once it is complete.
+prints which. Each block of values is compared with its hash in the engines. DIR appears once it is
+complete.
 
     0 written   1 not available, or damaged   2 bad arguments
 """
@@ -39,14 +40,14 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("run", metavar="RUN", type=at_home, help="the run's folder, as outputs/NAME")
     add("--out", metavar="DIR", type=at_home, required=True, help="a new or an empty folder")
-    add("--step", metavar="N", type=int, help="default: the newest that can be had")
+    add("--step", metavar="N", type=int, help="default: the newest that is available")
     add("--best", action="store_true", help="the step with the highest held-out mean reward")
     add(
         "--shard-gib",
         metavar="GIB",
         type=float,
         default=SHARD_GIB,
-        help=f"of a weights file, and of memory; default {SHARD_GIB:g}",
+        help=f"size of a file of weights, and memory needed; default {SHARD_GIB:g}",
     )
     add("--store", metavar="DIR", type=at_home, help="a weight store to read rather than the run's")
     add(
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
     try:
         if args.best:
             if args.step is not None:
-                parser.error(f"--best and --step {args.step}: one of them")
+                parser.error(f"--best and --step {args.step}: give only one of them")
             args.step = _best(args.run)
         return _export(args)
     except ConfigError as error:
@@ -99,7 +100,8 @@ def _best(run: Path) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unpickles DeepSpeed's classes without a GPU
+    """Export, print the result, and return the exit code."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerator in DeepSpeed's pickles
     from rose.export.folder import export  # imports torch
     from rose.transfer.errors import TransferError
 

@@ -1,8 +1,8 @@
 """The folder of a LoRA run: its adapter in PEFT's format, or the model with the adapter merged.
 
-An adapter's B is written as the engines had it, which is multiplied by alpha / rank. Therefore
-`lora_alpha` is the rank, for a scale of 1. Merged matrices are W + B A, computed in float32 and
-rounded to the dtype once.
+The engines had an adapter's B multiplied by alpha / rank, and B is written so. Therefore the file
+has the rank as its `lora_alpha`, which means a scale of 1. Merged matrices are W + B A, computed in
+float32 and rounded to the dtype once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.versions import Digests
 from rose.weight_files import INDEX, WHOLE
 
-PREFIX = "base_model.model."  # PEFT's prefix of the names in its files
-FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT's prefix of tensors' names in its files
+FILE = "adapter_model.safetensors"  # PEFT's name
 
 
 class OtherBase(TransferError):
-    """The folder has another base model. Another source of the adapter would not help."""
+    """The folder has another base model than the adapter's. Another source of the adapter would not
+    help."""
 
 
 def write_config(config: Config, folder: Path, base: Path) -> None:
-    """Write adapter_config.json. `base`: the base model's folder, which it names for a model that
-    a recipe made."""
+    """Write adapter_config.json. `base`: the base model's folder, which the file names if a recipe
+    made the model."""
     from peft import LoraConfig  # takes seconds to import
 
     lora = config.trainer.lora
@@ -51,18 +52,18 @@ def write_config(config: Config, folder: Path, base: Path) -> None:
 
 
 class Merged:
-    """The base model in the folder `source` with `adapter` merged; a `Weights`."""
+    """The base model in the folder `source` with `adapter` merged into it, as `Weights`."""
 
     def __init__(self, adapter: Weights, source: Path):
         self.adapter, self.source, self.base = adapter, source, None
         self.where = f"{adapter.where}, merged into {source}"
         self.tensors = adapter.base.tensors
-        self._below = adapter.base.digests()
+        self._base_digests = adapter.base.digests()
         self._files = _files(source)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        """Return the merged values, and their own digests. Raises `TransferError` unless base and
-        adapter are those of the run."""
+        """Return the merged values, and digests computed from them, since the engines had no merged
+        values. Raises `TransferError` unless base and adapter are those of the run."""
         values: dict[str, torch.Tensor] = {}
         digests: dict[str, Digests] = {}
         for tensor in tensors:
@@ -75,7 +76,7 @@ class Merged:
             patterns = patterns_of(value.reshape(-1))
             digests[tensor.name] = [
                 (block, digest_of(patterns, block, tensor.columns))
-                for block, _ in self._below[tensor.name]
+                for block, _ in self._base_digests[tensor.name]
             ]
         return values, digests
 
@@ -83,6 +84,7 @@ class Merged:
         return "the file that was written"
 
     def _frozen(self, tensor: Tensor) -> torch.Tensor:
+        """Return the base model's values. Raises `OtherBase` if they are not the run's."""
         path = self.source / self._files.get(tensor.name, WHOLE)
         try:
             with safe_open(path, "pt") as file:
@@ -90,7 +92,7 @@ class Merged:
         except (OSError, SafetensorError) as error:
             raise Missing(f"{path}: {tensor.name}: {error}") from None
         patterns = patterns_of(value.reshape(-1))
-        if versions.differing(patterns, tensor, self._below[tensor.name]) is not None:
+        if versions.differing(patterns, tensor, self._base_digests[tensor.name]) is not None:
             raise OtherBase(
                 f"{path}: {tensor.name} is not what the adapter was trained beside: it is for "
                 "another base model; give the run's own with --base"
@@ -112,7 +114,7 @@ class Merged:
 
 
 def _files(source: Path) -> dict[str, str]:
-    """Return the file of each tensor, for a model's folder with several files; else {}.
+    """Return tensor -> file if the model's folder has several files of weights; {} otherwise.
     Raises `Missing` for a damaged index."""
     path = source / INDEX
     if not path.is_file():

@@ -35,13 +35,13 @@ def text(config: Config, run_dir: Path, done: Exported) -> str:
         f"# {config.name}, step {done.step}\n\n{base_of(config)} trained by reinforcement learning "
         f"({config.algorithm.name}) on {' + '.join(config.env.members)} with ROSE.",
         "## Results\n\n" + _results(rows),
-        "## Made of\n\n" + _table(_facts(config, run_dir, done), ("", "")),
+        "## Made of\n\n" + _markdown_table(_facts(config, run_dir, done), ("", "")),
         f"## Use\n\n```sh\n{_use(config, done)}\n```",
         f"## Trained by\n\n```sh\n{_command(run_dir)}\n```\n\n"
         "The run's folder has its whole configuration in `config.yaml`.",
     )
     return (
-        f"---\n{yaml.safe_dump(_header(config, done.adapter), sort_keys=False)}---\n"
+        f"---\n{yaml.safe_dump(_hub_header(config, done.adapter), sort_keys=False)}---\n"
         + "\n\n".join((*sections, ""))
     )
 
@@ -62,6 +62,7 @@ def _command(run_dir: Path) -> str:
 
 
 def _use(config: Config, done: Exported) -> str:
+    """Return the commands that serve the policy, and the command that trains it on."""
     served = serve.commands(config, done.base, done.out, done.adapter)
     if done.adapter:
         on = "# PEFT: PeftModel.from_pretrained(base, folder); to train on, export it with --merge"
@@ -71,7 +72,7 @@ def _use(config: Config, done: Exported) -> str:
     return f"{served}\n{on}"
 
 
-def _header(config: Config, adapter: bool = False) -> dict[str, Any]:
+def _hub_header(config: Config, adapter: bool = False) -> dict[str, Any]:
     base = {"base_model": config.model.path} if config.model.source == "hub" else {}
     return base | {
         "library_name": "peft" if adapter else "transformers",
@@ -86,7 +87,7 @@ def _results(rows: list[dict[str, Any]]) -> str:
     if not found:
         return "No held-out evaluation had finished by this step."
     chosen = [found[0], found[-1]] if len(found) > 1 else found
-    return _table(
+    return _markdown_table(
         [
             (
                 f"step {e['step']}",
@@ -102,6 +103,7 @@ def _results(rows: list[dict[str, Any]]) -> str:
 
 
 def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str]]:
+    """Return the rows of the table "Made of"."""
     arguments, rollout = config.model.chat_template_args, config.rollout
     command = ["python", "-m", "rose.export", str(run_dir)]
     command += ["--step", str(done.step), "--out", str(done.out)]
@@ -111,7 +113,7 @@ def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str
         ("base model", base_of(config)),
         ("weights from", done.where),
         ("dtype", config.model.dtype),
-        *_lora(config),
+        *_lora_row(config),
         (
             "checked",
             f"the xxh3-128 of all {done.blocks} blocks are those of what the engines had at this "
@@ -124,14 +126,14 @@ def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str
     ]
 
 
-def _lora(config: Config) -> list[tuple[str, str]]:
+def _lora_row(config: Config) -> list[tuple[str, str]]:
     lora = config.trainer.lora
     if lora is None:
         return []
     return [("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}")]
 
 
-def _table(rows: list[tuple], titles: tuple[str, ...]) -> str:
+def _markdown_table(rows: list[tuple], titles: tuple[str, ...]) -> str:
     lines = [titles, ("---",) * len(titles), *rows]
     return "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
 

@@ -1,8 +1,8 @@
 """Write a model's folder in Hugging Face's format, completely or not at all.
 
-Shards are written one after the other. Each is read back, and each of its blocks is compared with
-its hash in the engines. This needs memory for one shard and some blocks. All files are written to
-a folder beside the final one, which is renamed last.
+Shards are written one after the other. Each is read back, and each of its blocks of values is
+compared with its hash in the engines. This needs memory for one shard and some blocks. All files
+are written to a temporary folder beside the final one, and this folder is renamed last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rose.agent.chat import ChatFormat
 from rose.config import Config, ConfigError, Model, Rollout
 from rose.export import adapter
 from rose.export.card import Exported, text
-from rose.export.weights import StoreWeights, Weights, places
+from rose.export.weights import StoreWeights, Weights, sources
 from rose.trainer.shards import patterns_of
 from rose.transfer import versions
 from rose.transfer.blocks import Tensor
@@ -50,12 +50,13 @@ def export(
 ) -> Exported:
     """Write the weights of `step` (None: the newest) into the new folder `out`.
 
-    `store`: the weight store to read instead of the run's. `base`: the model's folder, where the
-    run's own isn't visible. `merge`: write the model with a LoRA run's adapter merged, instead of
-    the adapter. Raises `ConfigError` for a folder that is no run or is not empty, `TransferError`
-    where the step isn't available or all its sources are damaged, `OSError`.
+    `store`: the weight store to read instead of the run's. `base`: the model's folder, if the run's
+    own isn't visible. `merge`: write the model with a LoRA run's adapter merged, instead of the
+    adapter. Raises `ConfigError` if `run_dir` is no run or `out` is not empty, `TransferError` if
+    the step isn't available or all its sources are damaged, and `OSError`.
     """
-    out = out.resolve()  # "." has no name, and a folder can't replace a link
+    # "." has no name, and a folder can't replace a link.
+    out = out.resolve()
     check_free(out)
     config = read_config(run_dir)
     lora = config.trainer.lora is not None
@@ -64,17 +65,17 @@ def export(
     source = models.check_folder(base) if base else models.resolve(config.model)
     if base:
         _check_shape(source, config)
-    step, found = places(run_dir, step, store)
-    with whole_folder(out) as part, lasting(found, out, store is None):
+    step, found = sources(run_dir, step, store)
+    with whole_folder(out) as part, stores_linked(found, out, store is None):
         asked = [adapter.Merged(weights, source) for weights in found] if merge else found
-        weights, shards, blocks = _first_sound(asked, part, shard_bytes)
+        weights, shards, blocks = _write_from_undamaged(asked, part, shard_bytes)
         if lora and not merge:
             adapter.write_config(config, part, source)
             _copy(source, part, ("LICENSE*", "NOTICE*"))
         else:
-            copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
-            _name_generation(part, config.model, config.rollout)
-            _name_template(part, config.model)
+            copy_rest(source, part, weights.tensors[0].dtype)  # all tensors' dtype
+            _write_generation_config(part, config.model, config.rollout)
+            _write_template(part, config.model)
         size = sum(t.nbytes for t in weights.tensors)
         alone = lora and not merge
         done = Exported(out, step, weights.where, shards, blocks, size, source, alone)
@@ -83,10 +84,9 @@ def export(
 
 
 @contextmanager
-def lasting(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[None]:
-    """Make the run's own stores readable from hard links beside them while the context lasts,
-    because the trainer goes on removing versions. Remove links that an earlier export to `out`
-    left."""
+def stores_linked(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[None]:
+    """Read the run's own stores through hard links beside them while the context lasts, because the
+    trainer goes on removing versions. Remove links that an earlier export to `out` has left."""
     mine = xxhash.xxh3_64_hexdigest(str(out).encode())
     made = [
         (weights, weights.store.with_name(f".{weights.store.name}.{mine}"))
@@ -123,11 +123,12 @@ def read_config(run_dir: Path) -> Config:
     tree = configuration.stored(path)
     if {"model_type", "architectures"} & tree.keys():
         raise ConfigError(f"{run_dir}: is a model's folder; give that of a run, as outputs/NAME")
-    return configuration.from_dict(tree, checked=False)  # the release that ran it has checked it
+    # The release that ran it has checked it.
+    return configuration.from_dict(tree, checked=False)
 
 
 def _check_shape(source: Path, config: Config) -> None:
-    """Raise `ConfigError` if the model in `source` has other sizes than the run's."""
+    """Raise `ConfigError` if the model in `source` differs in a size from the run's model."""
     found, wanted = configuration.read_shape(source), config.model.shape
     for key in found.__struct_fields__ if wanted is not None else ():
         if getattr(found, key) != getattr(wanted, key):
@@ -138,11 +139,11 @@ def _check_shape(source: Path, config: Config) -> None:
             )
 
 
-def _first_sound(
+def _write_from_undamaged(
     found: Sequence[Weights], part: Path, shard_bytes: int
 ) -> tuple[Weights, int, int]:
-    """Write the shards from the first source that is undamaged. Return (the source, number of
-    shards, number of blocks compared)."""
+    """Write the shards from the first undamaged source. Return (the source, number of shards,
+    number of blocks compared)."""
     wrong: list[str] = []
     for weights in found:
         try:
@@ -159,8 +160,9 @@ def _first_sound(
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder, which is renamed to `out` at the block's end; a failure leaves nothing.
-    Remains of a killed export are removed. Raises `ConfigError` while another export writes it."""
+    """Yield a temporary folder. It is renamed to `out` when the `with` block ends, or removed if
+    the block fails. Remains of a killed export are removed too. Raises `ConfigError` while another
+    export writes `out`."""
     part, lock = (out.with_name(f".{out.name}.{kind}") for kind in ("part", "lock"))
     with lock.open("w", encoding="utf-8") as file:
         try:
@@ -183,12 +185,12 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def write_shards(weights: Weights, folder: Path, shard_bytes: int) -> tuple[int, int]:
     """Write the shards, and an index if there are several. Return (number of shards, number of
     blocks compared). Raises `TransferError`."""
-    below = weights.base is not None
-    shards = [weights.tensors] if below else divide(weights.tensors, shard_bytes)
+    is_adapter = weights.base is not None
+    shards = [weights.tensors] if is_adapter else divide(weights.tensors, shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     if len(names) == 1:
-        names = [adapter.FILE if below else adapter.WHOLE]
-    compared, prefix = 0, adapter.PREFIX if below else ""
+        names = [adapter.FILE if is_adapter else adapter.WHOLE]
+    compared, prefix = 0, adapter.PREFIX if is_adapter else ""
     for name, tensors in zip(names, shards, strict=True):
         compared += _write_shard(weights, tensors, folder / name, prefix)
     if len(names) > 1:
@@ -214,13 +216,14 @@ def divide(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
 
 
 def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path, prefix: str) -> int:
+    """Write a shard, read it back, and return the number of blocks compared."""
     values, digests = weights.read(tensors)
     try:
         named = {prefix + name: value for name, value in values.items()}
         save_file(named, path, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{path}: {error}") from None
-    path.chmod(0o666 & ~_umask())  # safetensors makes it readable by this user alone
+    path.chmod(0o666 & ~_umask())  # instead of safetensors' mode for this user alone
     del values, named
     with safe_open(path, "pt") as written:
         for tensor in tensors:
@@ -241,8 +244,8 @@ def _umask() -> int:
 
 
 def copy_rest(source: Path, folder: Path, dtype: str) -> None:
-    """Copy configuration, tokenizer, chat template and licence of the base model. `dtype`: that of
-    the exported weights."""
+    """Copy configuration, tokenizer, chat template and licence of the base model. `dtype`: the
+    exported weights' dtype, which config.json names."""
     _copy(source, folder, KEPT)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
@@ -257,9 +260,9 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
         made.save_pretrained(folder)
 
 
-def _name_template(folder: Path, model: Model) -> None:
-    """Write a chat template that describes tools, where the model's own ignores them, so that
-    servers render prompts as training did."""
+def _write_template(folder: Path, model: Model) -> None:
+    """Write a chat template that describes tools, if the model's own template ignores them. Servers
+    then render prompts as training did."""
     try:
         chat = ChatFormat.of(folder, model)
     # A damaged tokenizer may raise any error. The weights are usable without it.
@@ -267,14 +270,14 @@ def _name_template(folder: Path, model: Model) -> None:
         return
     if not chat.native_tools:
         (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
-        # A server would use this template for requests with tools, though it ignores them.
+        # A server would use this file for requests with tools, though it ignores tools.
         (folder / "additional_chat_templates" / "tool_use.jinja").unlink(missing_ok=True)
 
 
-def _name_generation(folder: Path, model: Model, rollout: Rollout) -> None:
+def _write_generation_config(folder: Path, model: Model, rollout: Rollout) -> None:
     """Write model.end_of_turn and training's sampling parameters into generation_config.json, from
     which vLLM takes its defaults. With the base model's temperature, vLLM would serve another
-    policy than the trained one, and without the ends it would end turns elsewhere."""
+    policy than the trained one. Without model.end_of_turn, it would end turns at other tokens."""
     path = folder / "generation_config.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -287,6 +290,7 @@ def _name_generation(folder: Path, model: Model, rollout: Rollout) -> None:
 
 
 def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy the files whose name matches a pattern in `names`, except `LEFT_OUT`."""
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, name) for name in names)
         if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, n) for n in LEFT_OUT):

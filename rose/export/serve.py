@@ -17,7 +17,7 @@ from rose.agent.chat import ChatFormat
 from rose.config import Config
 
 NAME = "policy"  # name of the model in the requests of docs/agents.md's agents
-THOUGHTS = "qwen3"  # vLLM's parser of thoughts that end with </think>, or that are switched off
+THOUGHTS = "qwen3"  # vLLM's parser for thoughts that end with </think>, also if thinking is off
 SHOWS_NO_TOOLS = (
     "# The chat template shows no tools to the model. Training described them in the system "
     "message;\n# a client of this server must do that, too."
@@ -25,11 +25,12 @@ SHOWS_NO_TOOLS = (
 
 
 def commands(config: Config, base: Path, out: Path, adapter: bool) -> str:
-    """Return lines of sh. The first is for the kind of devices that the run had, GPUs or CPUs.
-    `base`: folder of the model that the run began with. `adapter`: `out` holds an adapter without
-    the model."""
+    """Return the shell lines that serve `out`. The first is for the kind of devices that the run
+    had, GPUs or CPUs. `base`: folder of the model that the run began with. `adapter`: `out` holds
+    an adapter without the model."""
     tools, notes = _tools(config, base, adapter)
-    options = [*_model(config, base, out, adapter), *_exact(config), *tools, *_template(config)]
+    options = [*_model(config, base, out, adapter), *_dtype_and_context(config), *tools]
+    options += _template(config)
     on_gpus = ["vllm", "serve", *options]
     if config.rollout.tensor_parallel > 1:
         on_gpus += ["--tensor-parallel-size", str(config.rollout.tensor_parallel)]
@@ -44,6 +45,7 @@ def commands(config: Config, base: Path, out: Path, adapter: bool) -> str:
 
 
 def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
+    """Return the options for the model: the exported one, or the base model with the adapter."""
     if not adapter:
         return [str(out), "--served-model-name", NAME, config.name]
     model, sampled = config.model, config.rollout
@@ -54,20 +56,21 @@ def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
     drawn = {"temperature": sampled.temperature, "top_p": sampled.top_p, "top_k": sampled.top_k}
     rank = str(config.trainer.lora.slot_rank)
     module = f"{NAME}={out}"
-    if "," in module:  # vLLM takes it for JSON
+    if "," in module:  # which vLLM would take for JSON
         module = json.dumps({"name": NAME, "path": str(out)})
     loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", module]
     return [*of_base, *loras, "--override-generation-config", json.dumps(drawn)]
 
 
-def _exact(config: Config) -> list[str]:
+def _dtype_and_context(config: Config) -> list[str]:
     """Return the options for dtype and context. By default vLLM serves float32 as bfloat16."""
     exact = ["--dtype", "float32"] if config.model.dtype == "float32" else []
     return [*exact, "--max-model-len", str(config.model.max_context)]
 
 
 def _tools(config: Config, base: Path, adapter: bool) -> tuple[list[str], list[str]]:
-    """Return (options, lines of notes). A tokenizer that can't be read here gives no options."""
+    """Return (options for tool calls, lines of notes); no options if the tokenizer can't be read
+    here."""
     try:
         chat = ChatFormat.of(base, config.model)
     # A damaged tokenizer may raise any error. The weights are usable without it.
@@ -83,6 +86,7 @@ def _tools(config: Config, base: Path, adapter: bool) -> tuple[list[str], list[s
 
 
 def _template(config: Config) -> list[str]:
+    """Return the options for the chat template's arguments and for a reasoning parser."""
     model = config.model
     given = json.dumps(model.chat_template_args)
     found = ["--default-chat-template-kwargs", given] if model.chat_template_args else []

@@ -1,8 +1,8 @@
 """Find the sources of a step's weights, and read a few tensors of them at a time.
 
 There are two sources: the run's weight store (the last versions), and its DeepSpeed checkpoints.
-Both have the hash of each block in the engines. Left out: the initial weights, which are in the
-model's own folder.
+Both have the hash that each block of values had in the engines. Left out: the initial weights,
+which are in the model's own folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StoreWeights:
 
     def __init__(self, store: Path, step: int):
         self.store, self.step = Path(store), step
-        self.files = self.store  # folder to read; `folder.lasting` sets one of hard links
+        self.files = self.store  # folder to read; `folder.stores_linked` sets one of hard links
         self.where = f"the weight store {store}"
         plan, _ = read_plan(Folder(store))
         self.tensors, self.base = list(plan.tensors), plan.base
@@ -70,10 +70,10 @@ class StoreWeights:
         values = {t.name: torch.zeros(t.shape, dtype=DTYPES[t.dtype]) for t in tensors}
         live = Live(values)
         plan, _ = read_plan(Folder(self.files))
-        receiver = Receiver(str(self.files), None, None, _these, live)
+        receiver = Receiver(str(self.files), None, None, _places_of_live, live)
         try:
-            # No decoded block is kept beside the values. Each is decoded once to compare its hash,
-            # and again to put it in place.
+            # With room for 0 bytes of decoded blocks, each block is decoded twice: to compare its
+            # hash, and to put it in place.
             staged = receiver.stage(None, self.step, usable_threads(), 0, READ_S)
             staged.flip()
         except TransferError as error:
@@ -90,8 +90,8 @@ class StoreWeights:
         return f"rank {block.owner}'s files in {self.store}"
 
 
-def _these(plan, live: Live):
-    """Return the places of the blocks whose tensors are among the live ones."""
+def _places_of_live(plan, live: Live):
+    """Return block number -> place, for the blocks of the tensors that `live` has."""
     found = whole(plan, live)
     return {number: place for number, place in found.items() if place.parameter in live.matrices}
 
@@ -115,7 +115,8 @@ class CheckpointWeights:
         )
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        values, piece = {}, self._split() if self.stage == 3 else self._whole()
+        values = {}
+        piece = self._reader_of_shards() if self.stage == 3 else self._reader_of_whole()
         for tensor in tensors:
             parameter, start = parameter_of(adapter.parameter_name(tensor.name), tensor.shape)
             found = piece(PREFIX + parameter, start, tensor.size).view(tensor.shape)
@@ -132,9 +133,9 @@ class CheckpointWeights:
             return str(optimizer_file(self.folder / STATES, block.owner))
         return str(self._model())
 
-    def _whole(self) -> Callable[[str, int, int], torch.Tensor]:
-        """Return a function of (parameter, first, count) that reads values. Below stage 3 every
-        rank has all parameters, and rank 0 saved them."""
+    def _reader_of_whole(self) -> Callable[[str, int, int], torch.Tensor]:
+        """Return a function of (parameter, start, count) that reads values, for stages below 3:
+        every rank had all parameters, and rank 0 saved them."""
         module = mapped(self._model())["module"]
 
         def piece(name: str, start: int, count: int) -> torch.Tensor:
@@ -144,7 +145,8 @@ class CheckpointWeights:
 
         return piece
 
-    def _split(self) -> Callable[[str, int, int], torch.Tensor]:
+    def _reader_of_shards(self) -> Callable[[str, int, int], torch.Tensor]:
+        """Return the same function for stage 3, where each rank saved its part of a parameter."""
         saved = SavedStates(self.folder / STATES, self.ranks, self.stage)
 
         def piece(name: str, start: int, count: int) -> torch.Tensor:
@@ -175,17 +177,19 @@ def steps(run_dir: Path, store: Path | None = None) -> dict[str, list[int]]:
     return {where: numbers for where, numbers in found.items() if numbers}
 
 
-def places(run_dir: Path, step: int | None, store: Path | None = None) -> tuple[int, list[Weights]]:
-    """Return (step, the sources of its weights with stores first). `step` None is the newest.
+def sources(
+    run_dir: Path, step: int | None, store: Path | None = None
+) -> tuple[int, list[Weights]]:
+    """Return (step, all sources of its weights, stores first). `step` None means the newest.
     Raises a `TransferError` that names the available steps, or the damage of all sources."""
-    there = steps(run_dir, store)
-    if not there:
+    available = steps(run_dir, store)
+    if not available:
         raise Missing(
             f"{store or run_dir}: no version of the weights: neither a store in weights/ nor a "
             "checkpoint in checkpoints/; a run has one once it has begun to train"
         )
-    step = max(max(numbers) for numbers in there.values()) if step is None else step
-    listed = "; ".join(f"{where}: {ranges(numbers)}" for where, numbers in there.items())
+    step = max(max(numbers) for numbers in available.values()) if step is None else step
+    listed = "; ".join(f"{where}: {ranges(numbers)}" for where, numbers in available.items())
     found: list[Weights] = []
     wrong: list[str] = []
     makers: list[Callable[[], Weights]] = [

@@ -3,10 +3,10 @@
     python -m rose.launch.batch FOLDER
 
 Slurm may warn a job (SIGUSR2) or end it (SIGTERM) at any time. Until Python runs, the job's shell
-keeps these signals (rose/launch/sbatch.py). It passes them on once this process has signalled that
-it is ready. From then on they are in `received`, and the work that submitit stored in FOLDER
-handles them. submitit's own handlers, which requeue the job by its rules or raise, are not
-installed. Only the standard library is imported until signals are noted. Left out: obeying signals.
+keeps these signals (rose/launch/sbatch.py). The shell passes them on once this process has sent it
+SIGUSR1. From then on this process appends signals to `received`, and the work that submitit
+stored in FOLDER acts on them. submitit's own handlers, which requeue the job or raise, are not
+installed. Only the standard library is imported until signals are noted. Left out: acting on them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import signal
 import sys
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-# Variable with the pid of the job's shell, which gets SIGUSR1 once this process notes signals.
+# Variable with the pid of the job's shell. This process sends it SIGUSR1 once it notes signals.
 SHELL = "ROSE_BATCH_SHELL"
 
-# Signals in the order of their arrival, each number once: Slurm may send one signal both to the
-# shell, which passes it on, and to this process.
+# Signals in the order of their arrival, each number once. Slurm may send a signal both to this
+# process and to the shell, which passes it on.
 received: list[int] = []
 
 
@@ -29,8 +29,8 @@ class RunFailed(RuntimeError):
 
 
 class EndedBySlurm(RunFailed):
-    """Slurm ends the job already, and may have requeued it. The next attempt adopts the jobs that
-    lend engines or compute rewards. Without one, they end by themselves."""
+    """Slurm is ending the job already, and may have requeued it. Jobs that lend engines or compute
+    rewards are left to the next attempt. If there is none, these jobs end by themselves."""
 
 
 def remember() -> None:
@@ -40,8 +40,8 @@ def remember() -> None:
 
 
 def ignore() -> None:
-    """Ignore `SIGNALS` from now on. Python gives signals with a handler their default action back
-    before it exits, so that a late one would replace the job's exit code with the signal's."""
+    """Ignore `SIGNALS` from now on. Before Python exits, it restores the default action of handled
+    signals. A late signal would then replace the job's exit code with its own."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -72,7 +72,7 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    # Others import `received` from rose.launch.batch, which is another module than __main__.
+    # Other modules import `received` from rose.launch.batch. This module, __main__, has its own.
     from rose.launch import batch
 
     try:

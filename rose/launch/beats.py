@@ -1,4 +1,4 @@
-"""Find the trainer ranks that the others wait for, from what all report of a long step. Pure.
+"""Find trainer ranks that hang, from the progress that all trainer ranks report in a step. Pure.
 
 Every `beat_s` seconds of a step each trainer rank reports how many collectives and micro-batches it
 has begun (rose/trainer/watch.py):
@@ -6,10 +6,10 @@ has begun (rose/trainer/watch.py):
 - a rank that is stopped, or whose node is, falls silent;
 - a rank that hangs reports a smaller number than the others.
 
-A rank that still reports may only be slow, and a rank between two steps reports nothing. So these
-two have nearly the whole time that a step may take. Ages are measured by the reader's clock, since
-the clocks of hosts differ. If all ranks stand at the same number none can be named, and the
-collective's own deadline ends the wait.
+A rank that still reports may only be slow, and a rank between two steps reports nothing. Such ranks
+are named only after nearly the whole time that a step may take. Ages are measured by the reader's
+clock, since the clocks of hosts differ. If all ranks report the same number, none can be named, and
+the collective's own deadline ends the wait.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from rose.launch.rank_status import RankStatus
 
-# A rank in a step is silent after this many beats without a report, and waits or hangs after as
-# many with the same report.
+# A rank in a step counts as silent after this many beats without a report. It counts as waiting
+# after this many beats with the same number.
 STILL_BEATS = 2
-# Beats after which a rank that repeats its report, or is in no step, is named. The time that a step
-# may take has eight beats (rose/trainer/watch.py).
+# A rank that repeats a smaller number, or is silent outside a step, is named after this many beats.
+# A step may take eight beats (rose/trainer/watch.py).
 LATE_BEATS = 7
 
 
@@ -30,17 +30,18 @@ class Beats:
     """Last report of each trainer rank, and when the reader first saw it."""
 
     def __init__(self) -> None:
-        # rank -> (value in its last status, `now` when the reader first saw that value)
-        self._reported: dict[int, tuple[float, float]] = {}  # value: the status's own time
+        # rank -> (a value of its last status, `now` when the reader first saw that value)
+        self._reported: dict[int, tuple[float, float]] = {}  # value: `since`
         self._moved: dict[int, tuple[int | None, float]] = {}  # value: `begun`
         self._polled_at = 0.0
 
     def hanging(self, trainers: Sequence[RankStatus], now: float) -> tuple[list[RankStatus], int]:
-        """Return (the ranks that others wait for, what the foremost waiting rank has begun). Call
-        it at every poll of the statuses, with a monotonic `now`, seconds."""
+        """Return (the ranks that others wait for, the largest `begun` of a waiting rank). Call this
+        at every poll of the statuses. `now`: monotonic seconds."""
         beating = [s for s in trainers if s.begun is not None]
         beat_s = beating[0].beat_s if beating else 0.0
-        # No rank is in a step, or the reader itself was suspended or waited for its disk.
+        # Start over if no rank is in a step, or if the reader itself missed a beat (suspended, or
+        # waiting for its disk).
         if now - self._polled_at > beat_s:
             self._reported, self._moved = {}, {}
         self._polled_at = now

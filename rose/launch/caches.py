@@ -1,7 +1,7 @@
 """Keep the compiled kernels of GPU ranks on a disk of their node.
 
 vLLM, Triton, Inductor and FlashInfer compile when an engine starts and keep the result under $HOME.
-Under Slurm that is one NFS folder for all engines at once. Its file locks and small files make a
+Under Slurm, $HOME is usually one NFS folder for all engines. Its file locks and small files make a
 start minutes longer.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from rose.config import Cluster
 from rose.files import own_folder
 
+# Environment variable that names a cache -> its folder below the node's.
 FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",
     "TRITON_CACHE_DIR": "triton",
@@ -24,9 +25,9 @@ FOLDERS = {
 
 
 def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `FOLDERS` that are not in `given`, for folders under
-    cluster.cache_dir or, in a Slurm job without it, under this node's TMPDIR. Without either, or if
-    another user owns the folder, return none. Makes the folder, for this user alone."""
+    """Return the variables of `FOLDERS` that are not in `given`, and make the folder above their
+    caches, for this user alone. It is cluster.cache_dir or else, in a Slurm job, a folder in this
+    node's TMPDIR. Return {} if there is neither, or if another user owns the folder."""
     if cluster.cache_dir is not None:
         home = Path(cluster.cache_dir).expanduser()
     elif cluster.kind == "slurm":

@@ -1,8 +1,7 @@
-"""Call Slurm's commands from inside a job, again and again until Slurm answers.
+"""Call Slurm's commands from inside a job, and retry them until Slurm answers.
 
-A controller that restarts or fails over is away for minutes, in which every command fails. A job
-that took this for a refusal would end though nothing is wrong with it. Left out: commands for a
-user who waits at a terminal (state.py).
+While a controller restarts or fails over, every command fails for minutes. A job that took this for
+a refusal would end for no reason. Left out: commands for a user who waits at a terminal (state.py).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ DEADLINE_S = 60.0  # seconds that one call may take
 # SlurmctldTimeout, two minutes by default, and the time to read its state.
 PATIENCE_S = 300.0
 PAUSE_S = 5.0  # seconds between two tries
-# Slurm ends the job already: it is preempted and requeued, was cancelled, or a node was lost.
+# Part of Slurm's message about a job that is ending already: preempted, cancelled, or a node lost.
 COMPLETING = "already completing or completed"
-# Parts of the messages by which Slurm refuses: a retry can't help. Any other failure may pass.
+# Parts of messages by which Slurm refuses a command. A retry helps only after other failures.
 REFUSALS = (
     "invalid job id",
     "invalid user id",
@@ -33,7 +32,7 @@ REFUSALS = (
     "unrecognized",
     COMPLETING,
 )
-PENDING = "job is pending"
+PENDING = "job is pending"  # part of Slurm's message about a requeue of a job in the queue
 
 
 class SlurmError(RuntimeError):
@@ -41,14 +40,14 @@ class SlurmError(RuntimeError):
 
 
 def own_environment() -> dict[str, str]:
-    """Return this process's variables without a user's defaults for Slurm's commands, such as
-    SQUEUE_STATES, which would hide jobs and change how they are printed."""
+    """Return this process's variables without a user's defaults for Slurm's commands. SQUEUE_STATES
+    and the like would hide jobs or change how they are printed."""
     theirs = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT")
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
 
 
 def refuses(message: str) -> bool:
-    """True if the message is Slurm's answer, such as a refusal; False if Slurm could not answer."""
+    """True if the message is Slurm's answer (`REFUSALS`, `PENDING`), not a failure to answer."""
     return any(words in message.lower() for words in (*REFUSALS, PENDING))
 
 
@@ -58,9 +57,9 @@ def ask(
     deadline_s: float | None = None,
     **variables: str,
 ) -> str:
-    """Return what the command prints; `variables` are added to its environment. A failure that is
-    no refusal is retried for `patience_s` (None: PATIENCE_S). Each call may take `deadline_s`
-    (None: DEADLINE_S). Raises `SlurmError`."""
+    """Run one of Slurm's commands and return what it prints. `variables` are added to its
+    environment. If Slurm can't answer, retry for `patience_s` (None: PATIENCE_S). Each call may
+    take `deadline_s` (None: DEADLINE_S). Raises `SlurmError`."""
     deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     end = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
     printed = ""
@@ -91,9 +90,9 @@ def ask(
 
 
 def requeue(job: str, restarts: int) -> bool:
-    """Have Slurm requeue this job, which has been restarted `restarts` times. Return False if Slurm
-    has restarted it since: then this process belongs to an earlier attempt, and still runs on a
-    node that Slurm takes for lost. Raises `SlurmError`."""
+    """Have Slurm requeue this job. `restarts`: how often it had been restarted when this process
+    began. Return False if Slurm has restarted it since: this process then belongs to an earlier
+    attempt, on a node that Slurm takes for lost. Raises `SlurmError`."""
     try:
         shown = ask(["scontrol", "--oneliner", "show", "job", job], patience_s=0.0)
     except SlurmError:
@@ -104,7 +103,7 @@ def requeue(job: str, restarts: int) -> bool:
     try:
         ask(["scontrol", "requeue", job])
     except SlurmError as error:
-        # The job waits already: Slurm requeued it, or an earlier call whose answer was lost did.
+        # Slurm requeued the job already, or did so at our last call, whose answer was lost.
         if PENDING not in str(error).lower():
             raise
     return True

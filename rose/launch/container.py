@@ -2,8 +2,8 @@
 container. Pure.
 
 A container holds what ranks need: vLLM, DeepSpeed and MPI (slurm/rose.def, slurm/Dockerfile). ROSE
-itself is mounted from this checkout; if ROSE is installed as a package, the image has the same
-version. The processes that submit and watch stay outside, since they need Slurm's commands. Left
+itself is mounted from this checkout; if ROSE is installed as a package, the image must have the
+same version. Processes that submit and watch stay outside, since they need Slurm's commands. Left
 out: one machine without Slurm, where launch.py as a whole runs in the container.
 """
 
@@ -18,10 +18,10 @@ from rose.places import CHECKOUT
 
 
 def command(c: Config, folders: Sequence[Path]) -> list[str]:
-    """Return the words behind srun's options: [further options of srun,] program, arguments.
-    `folders` (the run's, or output_dir), this checkout and the model's folder have the same path
-    inside the container as outside. Raises `ConfigError` as `check` does."""
-    box = _box(c)
+    """Return the command that follows srun and its options: [more options of srun,] program,
+    arguments. `folders` (the run's, or output_dir), this checkout and the model's folder have the
+    same path inside the container as outside. Raises `ConfigError` as `check` does."""
+    box = _container(c)
     if box is None:
         return [sys.executable]
     mounts = [*map(str, _mounts(c, folders)), *box.mounts]
@@ -34,9 +34,9 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
 
 
 def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
-    """Return the same command for a place without srun before it, as in the batch script of a job
-    with one task of `cpus` CPUs. With pyxis the command begins with srun, which pyxis needs."""
-    box = _box(c)
+    """Return the command that starts Python without an srun before it, in the batch script of a job
+    with one task of `cpus` CPUs. pyxis works through srun only, so its command begins with srun."""
+    box = _container(c)
     # From Slurm 22.05 to 23.02 a step has one CPU unless it asks for those of its job.
     starter = ["srun", "--mpi=none", "--ntasks=1", f"--cpus-per-task={cpus}"]
     return [*(starter if box is not None and box.runtime == "pyxis" else []), *command(c, folders)]
@@ -44,22 +44,22 @@ def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
 
 def check(c: Config) -> None:
     """Raise `ConfigError` for a path of the run that the container's runtime would split in two."""
-    if _box(c) is not None:
+    if _container(c) is not None:
         _mounts(c, [Path(c.output_dir).resolve()])
 
 
-def _box(c: Config) -> Container | None:
+def _container(c: Config) -> Container | None:
     return c.cluster.slurm.container if c.cluster.kind == "slurm" else None
 
 
 def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
-    """Return each path to mount, without those inside another."""
+    """Return the paths to mount, without paths inside another of them. Raises `ConfigError`."""
     wanted = {} if CHECKOUT is None else {CHECKOUT: "this checkout"}
     wanted |= {folder.absolute(): "output_dir" for folder in folders}
-    # A hub model's path is its id, and no path of a folder.
+    # The path of a hub's model is its id and not a folder.
     model = c.model.snapshot if c.model.source == "hub" else c.model.path
     if model is not None and Path(model).is_absolute():
-        wanted[_whole(Path(model))] = "the model's folder"
+        wanted[_folder_with_links(Path(model))] = "the model's folder"
     if c.rollout.replay is not None:
         # The parent, since the replayed run's own name may have commas.
         wanted[Path(c.rollout.replay).absolute().parent] = "rollout.replay"
@@ -69,13 +69,13 @@ def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
         if {",", ":"} & set(str(path)):
             raise ConfigError(
                 f"{key}: {path} can't be mounted in cluster.slurm.container, whose runtime "
-                f"{_box(c).runtime} takes a comma or colon for the end of a path; use one without "
-                "them"
+                f"{_container(c).runtime} takes a comma or colon for the end of a path; use one "
+                "without them"
             )
     return [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
 
 
-def _whole(model: Path) -> Path:
+def _folder_with_links(model: Path) -> Path:
     """Return the folder to mount for a model. The files of a snapshot in a hub's cache are links
-    into the repository's folder, so that one is mounted."""
+    into the folder of its repository, so the repository's folder is mounted."""
     return model.parents[1] if model.parent.name == "snapshots" else model

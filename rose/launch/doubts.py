@@ -1,7 +1,7 @@
 """Doubts about what a run would learn, before it starts: its data, learning rate and evaluation.
 
-A doubt is a warning's text; the run may start. Left out: doubts about ranks, memory and machines
-(rose/launch/plan.py).
+A doubt is the text of a warning: the run may start nevertheless. Left out: doubts about ranks,
+memory and machines (rose/launch/plan.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
 
 
 def simulated(c: Config) -> tuple[str, ...]:
-    """Return a doubt about a policy that does in a live run less than in a simulation."""
+    """Return a doubt about a provisioning policy that has its effect in simulations only."""
     name = c.scheduler.provisioning.name
     policy = registry.policy("provisioning", c.scheduler.provisioning)
     if c.mode != "train" or not getattr(policy, "simulated_only", False):
@@ -39,9 +39,9 @@ def simulated(c: Config) -> tuple[str, ...]:
 
 
 def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """Return doubts about data that is up to `staleness` versions old. `corrects`: the algorithm
-    corrects for its age. Raises `ConfigError` where nothing does. One-step-off (arXiv 2410.18252)
-    gets a doubt instead, because its paper trains so: its loss has no weights."""
+    """Return a doubt if nothing corrects for data that is up to `staleness` versions old.
+    `corrects`: the algorithm corrects for it. Only one_step_off gets a doubt, since its paper
+    (arXiv 2410.18252) trains without importance weights. Others raise `ConfigError`."""
     if not staleness or corrects or c.algorithm.importance_cap is not None:
         return ()
     name = c.scheduler.batching.name
@@ -73,9 +73,9 @@ def check_importance(c: Config) -> None:
 
 
 def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
-    """Return doubts about sampling from another distribution than the trained one, which is that of
-    all tokens at rollout.temperature. The engine's log-probabilities are those after top_p and
-    top_k, so importance weights correct for drawing the remaining tokens too often."""
+    """Return a doubt about rollout.top_p and top_k. The trained policy is the distribution over all
+    tokens at rollout.temperature, and these two leave tokens out. The engine's log-probabilities
+    are taken after them, so importance weights correct for drawing the other tokens too often."""
     r = c.rollout
     found = {"top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
     other = {
@@ -95,9 +95,9 @@ def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
 
 
 def unpunished(c: Config) -> tuple[str, ...]:
-    """Return doubts about DAPO's overlong punishment that begins above what a trajectory can reach,
-    or with its first token. With algorithm.args.max_response_tokens=null it begins by the run's
-    limits, which can be reached."""
+    """Return doubts about DAPO's overlong punishment, if it begins at the first token or above the
+    length that a trajectory can reach. With algorithm.args.max_response_tokens=null it begins below
+    each turn's own limit, which can be reached."""
     args = c.algorithm.args
     most, buffer = args.get("max_response_tokens"), args.get("overlong_buffer")
     if buffer == 0:
@@ -114,8 +114,8 @@ def unpunished(c: Config) -> tuple[str, ...]:
     found = []
     for name, member in c.env.members.items():
         turns, key = member.max_turns * member.max_new_tokens, c.env.key_of(name)
-        # A foreign program may start again with a shorter history, so that its trajectory has
-        # more tokens than a context.
+        # An agent's own program may start again with a shorter history. Its trajectory may then
+        # have more tokens than a context.
         branches = member.name in ("agent", "verifiers")
         if (turns if branches else min(turns, c.model.max_context)) <= begin:
             found.append(
@@ -139,8 +139,8 @@ def unshared(c: Config) -> tuple[str, ...]:
 
 
 def unset(c: Config) -> tuple[str, ...]:
-    """Return doubts about variables for an agent's program that are not set here. It is no error: a
-    Slurm job's environment may differ."""
+    """Return doubts about environment variables that an agent's program shall get and that are not
+    set here. This is no error, since a Slurm job's environment may differ."""
     found, ours = [], local.environment(c)
     for key, member in c.environments.values():
         names = member.args.get("environment") or () if member.name == "agent" else ()
@@ -153,9 +153,9 @@ def unset(c: Config) -> tuple[str, ...]:
 
 
 def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:
-    """Return a doubt about bounds of ratios, other than grpo's, that have no effect. `recomputes`:
-    ratios are relative to the policy at the step's start. Until the step's first update that is the
-    trained policy itself, however old the data is."""
+    """Return a doubt about bounds of ratios, other than grpo's defaults, that have no effect.
+    `recomputes`: ratios are relative to the policy at the step's start. With one update a step,
+    that is the trained policy itself, however old the data is."""
     args = c.algorithm.args
     usual = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "loss": "clip"}
     chosen = [
@@ -173,8 +173,8 @@ def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:
 
 
 def warming_up(c: Config) -> tuple[str, ...]:
-    """Return a doubt about a learning-rate warm-up that is longer than the run. It is no error: the
-    user may continue the run with more steps."""
+    """Return a doubt about a learning-rate warm-up that is longer than the run. This is no error,
+    since the user may continue the run with more steps."""
     o, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
     if o.warmup_steps <= updates:
         return ()
@@ -187,7 +187,7 @@ def warming_up(c: Config) -> tuple[str, ...]:
 
 
 def unevaluated(c: Config) -> tuple[str, ...]:
-    """Return a doubt about held-out tasks of a run without engines. conf/ has some by default."""
+    """Return a doubt about held-out tasks, which conf/ has by default, in a run without engines."""
     tasks = c.eval.episodes + sum(one.episodes for one in c.eval.sets.values())
     if c.rollout.replay is None or not tasks:
         return ()

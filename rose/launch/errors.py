@@ -30,14 +30,14 @@ from rose import extensions
 from rose.config import outside
 from rose.config.errors import similar
 
-COMPLAINTS = (HydraException, OmegaConfBaseException)
-SWEEP = ("-m", "--multirun")
-HOME = re.compile(r"^([\w.+]+=)~(?=/|$)")
+COMPLAINTS = (HydraException, OmegaConfBaseException)  # exceptions for `explain`
+SWEEP = ("-m", "--multirun")  # Hydra's options for a sweep
+HOME = re.compile(r"^([\w.+]+=)~(?=/|$)")  # KEY=~ and KEY=~/PATH
 
 
 def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
-    """Return one message for what Hydra or OmegaConf raised about `arguments` (the command line
-    without its program)."""
+    """Return one message for an error that Hydra or OmegaConf raised about `arguments` (the command
+    line without its program)."""
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         return f"{error.override}: no value; write {error.override}=VALUE (null for none)"
     if isinstance(error, OverrideParseException):
@@ -51,7 +51,7 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
     if isinstance(error, ConfigCompositionException):
         swept = [override for override in _parsed(arguments) if override.is_sweep_override()]
         if swept and not set(SWEEP) & set(arguments):
-            return _several_values(swept[0].input_line)
+            return _sweep_without_option(swept[0].input_line)
         text = str(error)
         if found := re.match("Multiple values for (.+?)\\.", text):
             key = found[1]
@@ -74,7 +74,7 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
 
 
 def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
-    """Return what is wrong with an override of `key`. `text` is Hydra's message."""
+    """Return the error for an override of `key`, which Hydra doesn't know. `text`: its message."""
     typed = f"{key}={value_of(key, arguments)}"
     section = re.split("[./@]", key)[0]
     modes = [f"mode={m}" for m, part in extensions.modes().items() if section == part.SECTION]
@@ -102,9 +102,10 @@ def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
 
 
 def check_options(arguments: list[str], folders: list[Path]) -> None:
-    """Raise `ConfigError` for a group of one of the `folders` whose option is a number or the like,
-    as in rollout=2. Hydra raises a ValueError about it that names neither. Refuse, too, keys that
-    are written as options, keys without a name, and another folder in the place of conf/."""
+    """Raise `ConfigError` for arguments that Hydra accepts, or refuses without naming them:
+    1. another folder in the place of conf/;
+    2. a value without a key, or a key that is written as an option;
+    3. a number or the like, as in rollout=2, for a group of one of the `folders`."""
     for argument in arguments:
         name, equals, given = argument.partition("=")
         if name in ("--config-path", "-cp"):
@@ -130,8 +131,8 @@ def check_options(arguments: list[str], folders: list[Path]) -> None:
 
 
 def _options(override: Override) -> Iterator[Any]:
-    """Yield what an override chooses of a group: one option, those of a list, or those of a
-    sweep, whose members may be lists. A dictionary chooses none: it has values of keys."""
+    """Yield the options that an override chooses for its group. Its value is one option, a list, or
+    a sweep over options and lists. A dictionary chooses none, because it sets keys."""
     value = override.value()
     for each in value.list if isinstance(value, ChoiceSweep) else [value]:
         if not isinstance(each, dict):
@@ -151,7 +152,7 @@ def searched(arguments: list[str]) -> list[str]:
         for place in value if isinstance(value, list) else [value]:
             folder = str(place).removeprefix("file://")
             if str(place).startswith("pkg://"):
-                # Hydra imports the package, too, and ends with it where the package exits.
+                # Hydra imports the package too, and would end if this import exits the process.
                 package = str(place).removeprefix("pkg://").replace("/", ".").strip(".")
                 outside.imported(package, f"hydra.searchpath=[{place}]")
             elif not Path(folder).is_dir():
@@ -185,12 +186,13 @@ def _parsed(arguments: list[str]) -> list[Override]:
 
 
 def with_home(arguments: list[str]) -> list[str]:
-    """Return `arguments` with the home folder for the ~ of KEY=~/PATH. Hydra can't read it, and not
-    every shell replaces it."""
+    """Return `arguments` with the home folder in place of the ~ of KEY=~/PATH. Hydra can't parse
+    the ~, and not every shell replaces it."""
     return [HOME.sub(lambda found: found[1] + os.path.expanduser("~"), a) for a in arguments]
 
 
-def _several_values(override: str) -> str:
+def _sweep_without_option(override: str) -> str:
+    """Return the error for an override with several values and no -m."""
     key, _, values = override.partition("=")
     return (
         f"{override}: several values; add -m for a sweep over them, or write '{key}=\"{values}\"' "
@@ -214,6 +216,7 @@ def swept_keys(arguments: list[str]) -> list[str]:
 
 
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
+    """Return the error for an option that has no file in its group's folder."""
     group, _, option = error.missing_cfg_file.rpartition("/")
     # Hydra lists no options if the missing one was chosen in a list of several.
     options = sorted(
@@ -233,14 +236,14 @@ def _groups(conf: Path) -> list[str]:
 
 def _suggestion(word: str, known: list[str]) -> str:
     """Return "; did you mean ...?" with the most similar of `known`, or "" if none is similar."""
-    # A key may be known to the typed configuration and still be no key of conf/: don't suggest it.
+    # `word` itself may be a key of the typed configuration that conf/ lacks. Don't suggest it.
     near = similar(word, sorted({*known} - {word}))
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the message, or of the cause's: some of Hydra's exceptions are
-    empty."""
+    """Return the first line of the error's message. Some of Hydra's have none: return its cause's
+    first line then."""
     lines = str(error).strip().splitlines()
     if not lines:
         return _first_line(error.__cause__) if error.__cause__ else type(error).__name__

@@ -1,8 +1,8 @@
-"""The one table of features that exclude each other, and `from_dict`, which refuses a run with two
-of them.
+"""The table of features that exclude each other, and `from_dict`, which refuses a run with two such
+features.
 
-`scripts/tabulate_code.py` writes the table into docs/configuration.md. Left out: keys that
-another key must allow or bound (rose/config/checks).
+`scripts/tabulate_code.py` writes the table into docs/configuration.md. Left out: keys that need, or
+are limited by, the value of another key (rose/config/checks).
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ class Run:
 
     def __init__(self, c: Config, shape: ModelShape | None) -> None:
         self.c, self.trains = c, c.mode == "train"
-        self.rolls = c.rollout.replay is None
+        self.has_engines = c.rollout.replay is None
         self.experts = shape is not None and shape.experts > 0
         self.algorithm: Any = algorithms.build(c.algorithm.name, c.algorithm.args)
         self.provisioning = registry.policy("provisioning", c.scheduler.provisioning)
         self.batching = registry.policy("batching", c.scheduler.batching)
-        self.in_step = getattr(self.batching, "waits_for_weights", False)
+        self.synchronous = getattr(self.batching, "waits_for_weights", False)
 
     def wakes_hybrids(self) -> bool:
+        """True if the provisioning policy wakes engines that share the trainer's GPUs."""
         joins_resting = getattr(self.provisioning, "joins_resting", lambda kind: False)
         return getattr(self.provisioning, "wakes_hybrids", joins_resting("hybrid"))
 
 
 class Feature(NamedTuple):
+    """A choice that a configuration makes by `key`."""
+
     key: str
     without: str  # the override of a run without the feature
-    used: Callable[[Run], Any]
+    used: Callable[[Run], Any]  # true if the run has the feature
     about: str = ""  # the name in the docs; "": the key
 
     @property
@@ -47,15 +50,15 @@ class Feature(NamedTuple):
 
 
 class Exclusion(NamedTuple):
-    """Two features of which a run can have one. The error names the first one's key and value."""
+    """Two features that exclude each other. The error names the key and value of `feature`."""
 
     feature: Feature
     other: Feature
-    because: str = ""  # why both are impossible; "": not tried
-    remedy: str = ""  # "": to be without one of them
+    because: str = ""  # why both together are impossible; "": they are only not tried
+    remedy: str = ""  # the change that helps; "": to drop either feature
 
     def message(self, tree: dict[str, Any]) -> str:
-        """Return the error for the tree of a configuration with both."""
+        """Return the error for `tree`, a configuration with both features."""
         value = errors.value_at(tree, self.other.key)
         other = self.other.name if value is None else _set(self.other.key, value)
         verdict = "impossible" if self.because else "not tried"
@@ -73,8 +76,8 @@ def _set(key: str, value: Any) -> str:
 
 
 def _option(key: str, off: Any = False, without: str = "", about: str = "") -> Feature:
-    """Return the feature that is used if its key has another value than `off`, and is not null:
-    `rose.launch.choices` replaces a null only by what nothing excludes."""
+    """Return the feature that a run has if its key's value is neither `off` nor null. A null can't
+    conflict, since `rose.launch.choices` replaces it by a value that nothing excludes."""
     value = attrgetter(key)
 
     def used(run: Run) -> bool:
@@ -84,13 +87,13 @@ def _option(key: str, off: Any = False, without: str = "", about: str = "") -> F
 
 
 def _value(key: str, on: Any, without: str, about: str = "") -> Feature:
-    """Return the feature that is used if its key has the value `on`."""
+    """Return the feature that a run has if its key has the value `on`."""
     value = attrgetter(key)
     return Feature(key, without, lambda run: value(run.c) == on, about or f"`{_set(key, on)}`")
 
 
 def _learning(attribute: str, without: str, about: str) -> Feature:
-    """Return the feature that is used if a trained algorithm has the attribute, and it is true."""
+    """Return the feature that a training run has if its algorithm's `attribute` is true."""
 
     def used(run: Run) -> bool:
         return run.trains and getattr(run.algorithm, attribute, False)
@@ -130,7 +133,7 @@ KEEP_BEST = _option("eval.keep_best")._replace(used=lambda r: r.trains and r.c.e
 PATIENCE = _option("eval.stop.patience", 0)._replace(
     used=lambda r: r.trains and r.c.eval.stop.patience
 )
-RECORDED = ROUTER_REPLAY._replace(used=lambda r: r.c.trainer.router_replay and r.rolls)
+RECORDED = ROUTER_REPLAY._replace(used=lambda r: r.c.trainer.router_replay and r.has_engines)
 
 ASKS_FOR_JOBS = Feature(
     PROVISIONING,
@@ -141,7 +144,7 @@ ASKS_FOR_JOBS = Feature(
 BUSY = Feature(
     BATCHING,
     "scheduler/batching=synchronous, dapo, tail_batching, carry_over or another with trainer_waits",
-    lambda r: not getattr(r.batching, "trainer_waits", r.in_step),
+    lambda r: not getattr(r.batching, "trainer_waits", r.synchronous),
     "batching whose trainer rarely waits",
 )
 COLOCATE = Feature(
@@ -153,7 +156,7 @@ COLOCATE = Feature(
 ENGINES = Feature(
     "rollout.workers",
     "rollout.workers=1",
-    lambda r: r.rolls and r.c.rollout.workers > 1,
+    lambda r: r.has_engines and r.c.rollout.workers > 1,
     "several engines",
 )
 EXPERTS = Feature("model.name", "a dense model", lambda r: r.experts, "a mixture of experts")
@@ -186,7 +189,7 @@ ONE_UPDATE = _learning(
     "a loss without a ratio",
 )
 OVERLAP = Feature(
-    BATCHING, "scheduler/batching=synchronous", lambda r: not r.in_step, "overlapping batching"
+    BATCHING, "scheduler/batching=synchronous", lambda r: not r.synchronous, "overlapping batching"
 )
 SINGLE = _value("rollout.group_size", 1, "rollout.group_size=2 or more")
 SLURM = _value("cluster.kind", "slurm", ONE_MACHINE, "Slurm")
@@ -262,7 +265,7 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
 
 
 def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
-    """Return the name of a feature of `c` that excludes `feature`, which `c` uses, or ""."""
+    """Return the name of a feature of `c` that excludes `feature`, also of `c`; "" if none does."""
     run = Run(c, shape)
     for row in EXCLUSIONS:
         if feature in row[:2] and row.feature.used(run) and row.other.used(run):
@@ -271,8 +274,8 @@ def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
 
 
 def from_dict(tree: dict[str, Any], **kinds: Any) -> Config:
-    """Convert and check a tree as `rose.config.from_dict` does, add what the batching policy
-    decides, and check the exclusions. Raises `ConfigError`."""
+    """Convert and check a tree as `rose.config.from_dict` does, fill in the keys that the batching
+    policy decides, and check the exclusions. Raises `ConfigError`."""
     c = registry.resolved(configuration.from_dict(tree, **kinds))
     check(c)
     return c

@@ -1,10 +1,10 @@
 """Find which GPUs a process was given, and which of them are a rank's own. Starts nothing but
 nvidia-smi; imports no torch.
 
-CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or
-MIG slices (`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs
-from 0. These numbers are places in that list, and a rank gets the names at its places. Left out:
-whether a GPU works (rose/parts/doctor, scripts/gpu_check.py).
+CUDA_VISIBLE_DEVICES lists a process's GPUs: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their
+beginnings) or MIG slices (`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a
+node's GPUs from 0. Its numbers are places in this list, and a rank gets the names at its places.
+Left out: whether a GPU works (rose/parts/doctor, scripts/gpu_check.py).
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from rose.config import Config, ConfigError
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/proc/driver/nvidia/version")  # exists while NVIDIA's kernel module is loaded
 NONE_GIVEN = ("", "-1", "NoDevFiles")  # values by which users and Slurm mean "no GPU"
-# Seconds for nvidia-smi. A driver that has to initialise its GPUs takes some seconds for each.
+# Seconds for nvidia-smi. A driver that must initialise its GPUs first takes some seconds per GPU.
 COMMAND_DEADLINE_S = 60.0
 
 _GPU = re.compile(r"GPU (\d+): (.*?)(?: \(UUID: (GPU-[^)]+)\))?$")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm's "2(x3)": 2 tasks on each of 3 nodes
 _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)$")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as `nvidia-smi -L` lists it. `slices` are the names of its MIG slices; empty if it has
-    none."""
+    """A GPU as `nvidia-smi -L` lists it. `slices`: the names of its MIG slices."""
 
     index: int
     name: str
@@ -54,8 +53,8 @@ def parse(listing: str) -> tuple[Device, ...]:
 
 
 def installed() -> tuple[Device, ...] | None:
-    """Return this machine's GPUs, or those of the Slurm step if it has device cgroups. None if a
-    driver is loaded but there is no nvidia-smi to list them."""
+    """Return this machine's GPUs, or only the Slurm step's if it has device cgroups. Return None if
+    a driver is loaded but nvidia-smi, which lists them, is missing."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return None if DRIVER.exists() else ()
@@ -72,11 +71,11 @@ def installed() -> tuple[Device, ...] | None:
 
 
 def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...]:
-    """Return the names that CUDA takes for the GPUs of this process, in order. `here`: the result
-    of `installed`; `variable`: the value of CUDA_VISIBLE_DEVICES, None if unset.
+    """Return the names of this process's GPUs, in CUDA's order. `here`: the result of `installed`;
+    `variable`: the value of CUDA_VISIBLE_DEVICES, None if unset.
 
-    Raises `ConfigError` for a name that no GPU of this machine has, and for one that is listed
-    twice, which makes CUDA see no GPU at all.
+    Raises `ConfigError` for a name that no GPU of this machine has, and for a name that is listed
+    twice, because CUDA then sees no GPU at all.
     """
     if variable is None:
         return tuple(
@@ -97,8 +96,8 @@ def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...
 
 
 def _name(word: str, here: Sequence[Device] | None, variable: str) -> str:
-    """Return the GPU's name for `word`, an element of CUDA_VISIBLE_DEVICES: a UUID that is given
-    by its beginning is written out, because NVML, which vLLM asks, knows whole ones only."""
+    """Return the GPU's name for `word`, an element of CUDA_VISIBLE_DEVICES. The beginning of a UUID
+    is completed, because vLLM queries NVML, which knows only whole UUIDs."""
     if here is None:
         return word
     if word.isdigit():
@@ -123,7 +122,7 @@ def _listed(here: Sequence[Device]) -> str:
 
 def for_launcher(c: Config) -> tuple[str, ...]:
     """Return the names of the GPUs that the launcher of a run on this machine may hand out. Raises
-    `ConfigError` if these are fewer than cluster.gpus, or MIG slices where several must work
+    `ConfigError` if these are fewer than cluster.gpus, or if MIG slices would have to work
     together."""
     if c.cluster.gpus == 0:
         return ()
@@ -131,7 +130,7 @@ def for_launcher(c: Config) -> tuple[str, ...]:
     names = given(here, variable)
     if len(names) < c.cluster.gpus:
         raise ConfigError(
-            f"cluster.gpus={c.cluster.gpus}: {_count(names, here, variable)}; lower it together "
+            f"cluster.gpus={c.cluster.gpus}: {_how_many(names, here, variable)}; lower it together "
             "with trainer.ranks and rollout.workers, or look at the plan with cluster.dry_run=true"
         )
     together = {
@@ -148,7 +147,7 @@ def for_launcher(c: Config) -> tuple[str, ...]:
     return names
 
 
-def _count(names: Sequence[str], here: Sequence[Device] | None, variable: str | None) -> str:
+def _how_many(names: Sequence[str], here: Sequence[Device] | None, variable: str | None) -> str:
     if here == ():
         return "this machine has 0 (nvidia-smi lists none: no NVIDIA GPU, or no driver)"
     if variable is None:
@@ -162,14 +161,14 @@ def own(places: Sequence[int], names: Sequence[str]) -> str:
 
 
 def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
-    """Return the same for a rank that srun started. `variable` is the list of its step, None if
-    unset. Slurm may show every task all of the step's GPUs, or only as many as the task needs
-    because it has bound the task to its own.
+    """Return CUDA_VISIBLE_DEVICES for a rank that srun started, with these places on its node.
+    `variable`: its value in the rank's step, None if unset. Slurm shows a task all of the step's
+    GPUs or, if it has bound the task, only the task's own. `who` names the rank in the error.
 
-    Raises RuntimeError if the list is neither.
+    Raises RuntimeError for any other number of GPUs.
     """
-    if variable is None:
-        return ",".join(map(str, places))  # The site lets its users choose GPUs.
+    if variable is None:  # at a site that lets users choose GPUs
+        return ",".join(map(str, places))
     names = [] if variable.strip() in NONE_GIVEN else variable.split(",")
     if len(names) > max(places):
         return own(places, names)
@@ -184,11 +183,11 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of a node's tasks, which needs `count` GPUs. If the task
-    sees GPUs of other tasks, too, its own follow from SLURM_LOCALID. Return {} if it sees only its
-    own GPUs, or exactly as many as it needs. `environ`: the task's variables at its start.
+    """Return CUDA_VISIBLE_DEVICES for this Slurm task, which needs `count` GPUs. If it sees other
+    tasks' GPUs too, SLURM_LOCALID decides which are its own. Return {} if it sees only its own
+    GPUs, or exactly as many as it needs. `environ`: the task's variables at its start.
 
-    Raises `ConfigError` if it sees fewer, or only GPUs that earlier tasks on the node take.
+    Raises `ConfigError` if it sees fewer, or only GPUs of tasks with a lower SLURM_LOCALID.
     """
     variable = environ.get(VARIABLE)
     names = given(installed(), variable)
@@ -211,13 +210,13 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
 
 
 def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
-    """True if no other task sees the `count` GPUs that this process sees. That is so if
-    1. it is no task of Slurm's;
-    2. Slurm has bound it to fewer GPUs than the step has on this node (SLURM_GPUS_ON_NODE);
-    3. it is the only task on its node.
+    """True if no other task sees the `count` GPUs that this process sees, in three cases:
+    1. The process is no task of Slurm's.
+    2. Slurm has bound it to fewer GPUs than the step has on this node (SLURM_GPUS_ON_NODE).
+    3. It is the only task on its node.
 
-    SLURM_STEP_GPUS can't be used, because in a bound task it has only that task's GPUs, nor can
-    SLURM_GPUS_PER_TASK, because it comes from the batch script.
+    Two variables are no help. In a bound task SLURM_STEP_GPUS has only the task's own GPUs.
+    SLURM_GPUS_PER_TASK comes from the batch script.
     """
     if "SLURM_LOCALID" not in environ:
         return True

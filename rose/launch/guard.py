@@ -1,9 +1,9 @@
 """Prepare a rank's process: its log, its status file, and a guard that reports how it ends.
 
-`run` forks. The child is the rank. The parent, a few MB, is the guard: it only waits, and writes
-into the status file how the rank ended. No other process could report that of a rank that was
-killed (mpiexec reports only the first, and doesn't name it). The guard kills a rank that has been
-stopped (SIGSTOP) for a minute. Both die with their parents. Left out: what a rank does.
+`run` forks. The child is the rank. The parent, a few MB, is the guard: it waits for the rank to end
+and writes into the status file how it ended. No other process could report this of a killed rank:
+mpiexec reports only the first such rank, and doesn't name it. The guard kills a rank that has been
+stopped (SIGSTOP) for a minute. Each of the two dies with its parent. Left out: what a rank does.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rose.launch.layout import Rank, layout
 from rose.protocol import Role
 
 POLL_S = 1.0  # seconds between two polls of whether the rank is stopped
-# Polls in a row that find the rank stopped, after which the guard kills it, because its peers wait
-# for it: a minute's. In a job that Slurm suspends, guards are stopped too and count nothing.
+# After this many polls in a row (a minute) that find the rank stopped, the guard kills it, because
+# its peers wait for it. If Slurm suspends the job, the guard is stopped as well and doesn't count.
 STOPPED_POLLS = 60
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, PMIx, srun
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # MPICH's mpiexec, PMIx, srun
 
 
 def world_rank() -> int:
@@ -48,8 +48,8 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     """Run `body(rank)` as this rank of the plan and end the process, with code 0 if `body` returns
     and 1 if it raises.
 
-    Call it before anything starts a thread. MPI is not finalised here, since Finalize can abort
-    after a peer's death: `body` saves what matters and returns.
+    Call this before any thread starts, because it forks. MPI is not finalised, since Finalize can
+    abort after a peer's death. So `body` must have saved everything when it returns.
     """
     number = world_rank()
     config = configuration.load(Path(run_dir) / "config.json")
@@ -65,8 +65,8 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
 
 
 def _set_environment(me: Rank, config: Config, own_logs: Path) -> None:
-    """Set the variables that differ between ranks. mpiexec has set the rank's GPUs already; srun
-    gives one list to all ranks of a node."""
+    """Set the environment variables that differ between ranks. mpiexec has set the rank's GPUs
+    already. srun gives all ranks of a node the same list, so the rank's own GPUs are set here."""
     cluster = config.cluster
     os.environ.update(me.environment)
     if me.gpus:
@@ -82,29 +82,29 @@ def _set_environment(me: Rank, config: Config, own_logs: Path) -> None:
 
 
 def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of torch's NCCL watchdog in a trainer rank, without those in `given`. All
-    deadlines are parts of trainer.step_timeout_s:
-    1. Within half of it the launcher names a silent rank that the others wait for, and ends the
+    """Return the variables of torch's NCCL watchdog in a trainer rank, without those in `given`.
+    If a step hangs, trainer.step_timeout_s passes in three stages:
+    1. In its first half the launcher names a silent rank that the others wait for, and ends the
        attempt (rose/launch/beats.py). The watchdog's own thread may hang in the driver for as long.
-    2. Before its end the launcher names a rank that still reports but lags behind.
-    3. All of it is a collective's deadline (`join_world`), after which the watchdog ends the
-       process. Each rank's last collectives are then beside the logs, for torch's flight recorder.
-    """
+    2. In its second half the launcher names a rank that still reports but lags behind.
+    3. At its end, the deadline of a collective (`join_world`), the watchdog ends the process. It
+       leaves each rank's last collectives beside the logs, for torch's flight recorder."""
     ours = {
-        # End the process without aborting NCCL first, which may hang.
+        # 3 ends the process without aborting NCCL first, which may hang.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(step_timeout_s / 2))),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are recorded, some 100 bytes each
+        "TORCH_FR_BUFFER_SIZE": "2000",  # recorded collectives, some 100 bytes each
         "TORCH_FR_DUMP_TEMP_FILE": str(own_logs / "nccl-"),  # torch appends the trainer's index
     }
     return {name: value for name, value in ours.items() if name not in given}
 
 
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
+    """Wait for the rank to end, write its end into its status, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # The rank gets the signal itself.
+        signal.signal(number, signal.SIG_IGN)  # a signal for the rank alone
     code, why = _wait(child)
     path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
     # A rank that died within its first instructions has no file, and the launcher reports that.
@@ -167,7 +167,7 @@ def _run_rank(
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:  # The process ends here: report any error in log and status.
+    except BaseException as error:  # any error, since the process ends here
         traceback.print_exc()
         # The state stays "running": the guard reports the end, together with the exit code.
         text = f"{type(error).__name__}: {error}"
@@ -179,8 +179,8 @@ def _run_rank(
 
 
 def _write_status(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
-    """Write the status of a rank that ends. On a full disk the rank ends in order too: the launcher
-    finds its process gone and checks the disk itself."""
+    """Write the status of a rank that ends. If it can't be written (a full disk), only print the
+    error: the launcher finds the process gone and checks the disk itself."""
     try:
         rank_status.write(run_dir, attempt, status)
     except OSError as error:

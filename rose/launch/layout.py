@@ -3,9 +3,9 @@ enough for every rank.
 
 On one machine the ranks are ordered by role. On Slurm they are ordered by node, in two components.
 srun has one `--ntasks-per-node` for all nodes of a component. So every node of the trainer
-component has as many trainer ranks, and as many other ranks: the coordinator on the first node,
-reward ranks on the last, environment hosts elsewhere. Left out: whether the plan fits
-(rose/launch/plan.py) and how ranks are started (rose/launch/local.py, rose/launch/slurm.py).
+component has the same number of trainer ranks, and of other ranks: first the coordinator, then
+environment hosts, then reward ranks. Left out: whether the plan fits (rose/launch/plan.py) and how
+ranks are started (rose/launch/local.py, rose/launch/slurm.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from rose.protocol import Role
 
 @dataclass(frozen=True)
 class Rank:
+    """A rank's role, and its place on the machines."""
+
     rank: int  # number in MPI_COMM_WORLD
     role: Role
     index: int  # number among the ranks of its role, from 0
     threads: int | None  # OMP_NUM_THREADS; None: the library's own choice
-    gpus: tuple[int, ...]  # places in the list of the GPUs that its node was given, from 0
+    gpus: tuple[int, ...]  # places, from 0, in the list of GPUs that its node was given
     component: int = 0  # number of the heterogeneous job's component
     node: int = 0  # number of the node within the component
 
@@ -35,8 +37,8 @@ class Rank:
 
 def layout(c: Config) -> tuple[Rank, ...]:
     """Return the ranks in order. Each trainer rank has one GPU, and each rollout worker has
-    tensor_parallel. Workers that share the trainer's devices take these from the first on. Hybrid
-    engines are the last rollout ranks."""
+    rollout.tensor_parallel GPUs. Workers that share the trainer's GPUs take them in order, from its
+    first one on. Hybrid engines are the last rollout ranks."""
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
@@ -61,8 +63,8 @@ def hybrid_ranks(c: Config) -> dict[int, int]:
 
 
 def _number(roles: tuple[tuple[int, tuple[Role, int | None, int], bool], ...]) -> Iterator[Rank]:
-    """Yield the ranks of `roles`: (count, (role, threads, GPUs each), True if on the trainer's
-    GPUs). The trainer's GPUs are a machine's first."""
+    """Yield the ranks of `roles`: (count, (role, threads, GPUs of each rank), True if on the
+    trainer's GPUs). The trainer's GPUs are the machine's first."""
     rank = gpu = 0
     counts = dict.fromkeys(Role, 0)
     for count, (role, threads, gpus), on_trainers in roles:
@@ -91,11 +93,11 @@ def _on_slurm(c: Config) -> Iterator[Rank]:
 
     nodes = nodes_of(c.cluster.slurm.trainer, c.trainer.ranks, on_gpu)
     pools = rolls * c.reward.pools
-    others = -(-(1 + rolls * c.rollout.environment_hosts + pools) // nodes)  # per node
+    others = -(-(1 + rolls * c.rollout.environment_hosts + pools) // nodes)  # other ranks per node
     for node in range(nodes):
         for at in range(others):
-            left = nodes * others - (node * others + at)
-            role = Role.REWARD if left <= pools else Role.ENVIRONMENT
+            places_left = nodes * others - (node * others + at)
+            role = Role.REWARD if places_left <= pools else Role.ENVIRONMENT
             yield place(role if node or at else Role.COORDINATOR, 1, range(0), 0, node)
         for at in range(c.trainer.ranks // nodes):
             yield place(Role.TRAINER, c.trainer.threads, range(at, at + 1), 0, node)

@@ -1,6 +1,6 @@
 """Run a plan on this machine: run folder, lock, and one mpiexec for all ranks.
 
-The command has several programs (MPMD), so that all ranks are in one MPI_COMM_WORLD and each finds
+The command has several programs (MPMD), so that all ranks are in one MPI_COMM_WORLD and each gets
 its own variables:
     mpiexec -n 2 -env OMP_NUM_THREADS 1 python -m rose.main --run DIR --attempt N : -n 1 -env
     OMP_NUM_THREADS 2 ...
@@ -41,8 +41,8 @@ def mpiexec_argv(
     given: Sequence[str] = (),
 ) -> list[str]:
     """Return mpiexec's command line: one block for consecutive ranks with the same environment.
-    `given` names the GPUs to hand out. With -keep a dead rank ends no other: supervise.py decides
-    that."""
+    `given` names the GPUs to hand out. With -keep, mpiexec doesn't end the other ranks when one
+    dies: supervise.py does."""
 
     def own(rank: Rank) -> dict[str, str]:
         mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
@@ -61,7 +61,7 @@ def mpiexec_argv(
 def environment(c: Config) -> dict[str, str]:
     """Return the variables that all ranks have: this process's, then cluster.env and
     cluster.mpi.env, which take precedence."""
-    # NumPy starts its threads before a rank knows its own share of the cores.
+    # One thread, since NumPy starts them before a rank knows its share of the cores.
     threads = {"OPENBLAS_NUM_THREADS": "1"}
     utf8 = {"PYTHONUTF8": "1"}  # UTF-8 whatever the locale, in users' code too
     # Ranks of one machine connect over loopback, which no other machine reaches.
@@ -85,13 +85,13 @@ class InUse(ConfigError):
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder (made if absent). Raises `InUse` if another launch holds it, and
-    `ConfigError` if it can't be made, locked or written. Folders made here are removed if nothing
-    is written."""
+    """Lock the run's folder, which is made if absent. Raises `InUse` if another launch holds it,
+    and `ConfigError` if it can't be made, locked or written. Folders made here are removed at the
+    end if nothing was written into them."""
     made = [path for path in (run_dir, *run_dir.parents) if not os.path.exists(path)]
     unused = False
     try:
-        with _lock_file(run_dir) as file:
+        with _open_lock_file(run_dir) as file:
             _lock(run_dir, file)
             try:
                 if refused := files.refusal(run_dir):
@@ -103,10 +103,10 @@ def locked(run_dir: Path) -> Iterator[None]:
             finally:
                 unused = _remove_unused(run_dir, file)
     finally:
-        # After the lock is closed: NFS keeps an open file in the folder, under another name.
-        with suppress(OSError):  # Another launch may have written there.
+        # Only after the lock file is closed, since NFS keeps an open file under another name.
+        with suppress(OSError):  # a file of another launch
             for folder in made if unused else ():
-                folder.rmdir()  # The deepest is the first.
+                folder.rmdir()  # the deepest first
 
 
 def _lock(run_dir: Path, file: IO[str]) -> None:
@@ -127,6 +127,7 @@ def _lock(run_dir: Path, file: IO[str]) -> None:
 
 
 def _is_in_place(run_dir: Path, file: IO[str]) -> bool:
+    """True if the open file is still the folder's lock file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / "lock"))
     except FileNotFoundError:
@@ -134,16 +135,16 @@ def _is_in_place(run_dir: Path, file: IO[str]) -> bool:
 
 
 def _remove_unused(run_dir: Path, file: IO[str]) -> bool:
-    """Remove the lock that is held now if nothing else is in the folder; return True if so. If the
-    run's folder was moved aside, the lock in its place may be another launch's, and stays."""
-    with suppress(OSError):  # The folder may not be writable.
+    """Remove our lock file if the folder has nothing else; return True if it was removed. If the
+    run's folder was moved aside, a lock file in its place may be another launch's, and stays."""
+    with suppress(OSError):  # a folder without write permission
         if os.listdir(run_dir) == ["lock"] and _is_in_place(run_dir, file):
             (run_dir / "lock").unlink()
             return True
     return False
 
 
-def _lock_file(run_dir: Path) -> IO[str]:
+def _open_lock_file(run_dir: Path) -> IO[str]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         return open(run_dir / "lock", "a+", encoding="utf-8")
@@ -160,8 +161,8 @@ def _unusable(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def check_sandbox_folders(c: Config) -> None:
-    """Check that the folders of sandbox checkpoints take files and locks: sandbox.store, and with
-    cluster=local sandbox.local, which is on this machine then. Raises `ConfigError`."""
+    """Raise `ConfigError` unless the folders of sandbox checkpoints take files and locks. These are
+    sandbox.store and, with cluster=local, sandbox.local, since it is on this machine then."""
     modes = {"store": 0o777, "local": 0o700} if c.cluster.kind == "local" else {"store": 0o777}
     for key, mode in modes.items():
         folder = getattr(c.sandbox, key)
@@ -182,6 +183,7 @@ def check_sandbox_folders(c: Config) -> None:
 
 
 def write_config(c: Config, run_dir: Path) -> None:
+    """Write the configuration, and the digests of the files that it names, into the folder."""
     inputs.record(c, run_dir)
     configuration.save(c, run_dir / "config.json")
     files.write_whole(
@@ -197,7 +199,7 @@ def start(
     rank_command: Sequence[str] = RANK_COMMAND,
 ) -> subprocess.Popen:
     """Start mpiexec, in a session of its own so that the terminal's Ctrl-C reaches the launcher
-    alone. It dies with this process. Its output goes to mpiexec.log beside the ranks' logs."""
+    alone. mpiexec dies with this process. Its output goes to mpiexec.log beside the ranks' logs."""
     argv = mpiexec_argv(ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
     launcher = os.getpid()
     with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as log:

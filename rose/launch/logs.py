@@ -1,4 +1,4 @@
-"""Send a rank's output to logs/attempt-NNN/<role>-<rank>.log, with `logs/latest` beside it."""
+"""Send a rank's output to logs/attempt-NNN/<role>-<rank>.log, and keep a link `logs/latest`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def rank_log(run_dir: Path, attempt: int, role: Role, rank: int) -> Path:
 
 def new_attempt(run_dir: Path) -> int:
     """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, and
-    return its number. A user may have removed the logs of earlier attempts: their ranks' states
-    are in status/, and would be taken for those of a new attempt with their number."""
+    return its number. Numbers in status/ count too: a user may have removed an attempt's logs, and
+    its ranks' states would be taken for those of a new attempt with the same number."""
     done = [numbers(Path(run_dir) / name) for name in ("logs", "status")]
     attempt = max(itertools.chain.from_iterable(done), default=0) + 1
     folder = attempt_folder(run_dir, attempt)
@@ -34,13 +34,13 @@ def new_attempt(run_dir: Path) -> int:
     fresh = folder.parent / ".latest"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
-    fresh.replace(link)  # Atomic: a reader always finds a link.
+    fresh.replace(link)  # atomic, so that readers always find a link
     return attempt
 
 
 def redirect(run_dir: Path, attempt: int, role: Role, rank: int) -> None:
     """Send the stdout and stderr of this process and its children to its log, line by line.
-    Printing never fails: what a full disk refuses is lost."""
+    Printing never fails: on a full disk the text is lost."""
     path = rank_log(run_dir, attempt, role, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,14 +1,14 @@
 """Estimate how much memory each role needs on one device, item by item, in GiB. Pure.
 
 P is the number of parameters, A of which are trained (all, or trainer.lora's), N the number of
-trainer ranks, b the bytes per element of the role's dtype, T = trainer.micro_batch_tokens /
-trainer.sequence_parallel, E = vocab x hidden, the largest parameter. Statements about DeepSpeed
-were read in 0.19.8 and measured by tests/trainer/test_allocated.py (without an adapter).
+trainer ranks, b the bytes per element of the role's dtype, h the hidden size, i the width of the
+MLP, T = trainer.micro_batch_tokens / trainer.sequence_parallel. Statements about DeepSpeed come
+from its code (0.19.8), and tests/trainer/test_allocated.py measures them (without an adapter).
 
-Trainer, between steps (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
+Trainer, throughout a step (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
 there):
 - weights: b P, shared from stage 3
-- second weights: with trainer.hpz=H ranks b P / H more, from a pass to the update; those of frozen
+- second weights (trainer.hpz=H ranks): b P / H more, from a pass to the update; for frozen
   parameters always
 - gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
   the update except at stage 3; on the host with offload_optimizer, from stage 2
@@ -21,40 +21,40 @@ there):
 
 Trainer, in addition at the worst moment of a pass:
 - gathered parameters: at stage 3 with several ranks, at most 1e9 at a time (DeepSpeed's
-  stage3_max_live_parameters); with trainer.compile one layer more, which is gathered whole beyond
-  that limit; without gradient_checkpointing all experts of a mixture more, of whose weights the
-  backward pass keeps views
-- activations: kept for the backward pass. With e elements per token and layer, b T e layers; with
-  gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block), on the host
-  with offload_activations. The e elements are the two norms' inputs in fp32 and outputs, those of
-  Qwen3's norms of heads, q, k, v, the attention output and the gated MLP's four; attention matrices
-  are never stored. Compiled layers and Liger's keep the norms' inputs in the dtype and three of the
-  MLP (counted in what torch compiles). A mixture has the MLP's four of each chosen expert, with its
-  input and output, and the router's fp32 probabilities
-- the largest of three: (1) a layer recomputed, with the gradients of its MLP and the bucket being
-  reduced; a compiled layer (trainer.compile) has the gradients of all its weights at once. (2) a
-  chunk of logits (batching.logit_elements) in fp32 three times, on GPUs once in the dtype
-  (head_triton.py), with the output matrix's gradient twice, since the chunks' gradients are added
-  up. (3) that gradient, or a layer's experts' if larger, being reduced, in the dtype and in fp32.
-  An adapter doesn't train the output matrix, but keeps its own products, rank elements per token
-  and target, and one target's output
-- reduced gradients: in float32 stage 1 sums micro-batches in the parameters' own gradients and
+  stage3_max_live_parameters). With trainer.compile one more layer, since a compiled layer is
+  gathered whole. Without gradient_checkpointing also all experts of a mixture, since the backward
+  pass keeps views of their weights
+- activations for the backward pass: b T e per layer, for e elements per token. With
+  gradient_checkpointing b T h per layer (arXiv 2205.05198, section 5, for this block), on the host
+  with offload_activations. The e elements are the two norms' outputs and inputs (also in fp32), the
+  inputs of Qwen3's norms of heads, q, k, v, the attention output, and four of the gated MLP;
+  attention matrices are never stored. Compiled layers and Liger's keep a norm's inputs in the dtype
+  only, and three of the MLP (counted in compiled code). A mixture has the MLP's four for each
+  chosen expert, the expert's input and output, and the router's fp32 probabilities
+- the largest of three: (1) a layer that is recomputed, with the gradients of its MLP and the bucket
+  being reduced; a compiled layer has the gradients of all its weights at once. (2) a chunk of
+  logits (batching.logit_elements), on CPUs three times in fp32, on GPUs once in the dtype
+  (head_triton.py), and the output matrix's gradient twice, since chunks' gradients are added up.
+  (3) that gradient, or that of a layer's experts if larger, in the dtype and in fp32 while it is
+  reduced. An adapter doesn't train the output matrix. It keeps its own products, rank elements per
+  token and target, and the output of one target
+- reduced gradients: in float32, stage 1 sums micro-batches in the parameters' own gradients and
   copies a rank's share, 4 A / N
 
 Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9 of
-this rank's elements; none for float32 without ZeRO. The larger of the two moments counts. Prefix
-trees need nothing more: their mask is a table of blocks (flex attention).
+this rank's elements; none for float32 without ZeRO. The estimate takes the worse of pass and
+update. Prefix trees need no more memory: their mask is a table of blocks (flex attention).
 
 Rollout (vLLM), per device of a tensor-parallel group of size tp:
-- weights: b P / tp; an adapter's memory, as if tp did not share it (it shares A or B)
-- activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), with i and one more h
-  for each chosen expert, and logits of max_sequences, in the dtype, in fp32 and sorted
+- weights: b P / tp; an adapter's memory undivided, although tp divides one of its two matrices
+- activations of a step's T' tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), with i and one
+  more h for each chosen expert; logits of max_sequences, in the dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; each key-value head is on at
   least one device, so tp > kv_heads replicates
 - outside of gpu_memory_utilization: with transfer.broadcast=nccl a second context, the rank's own;
-  with rollout/draft the logits of drafted positions beyond each sequence's first, which vLLM's
-  rejection sampler has twice in the dtype and three times in fp32, and its profile run misses
+  with rollout/draft the logits of drafted positions beyond each sequence's first. vLLM's rejection
+  sampler has them twice in the dtype and three times in fp32, and its profile run misses them
 
 Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
 context.
@@ -71,9 +71,8 @@ from rose.trainer.batching import logit_elements
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
-GRAPHS_GIB = 0.5  # an engine's CUDA graphs; vLLM prints at its start what they took
-# A trainer's or engine's process keeps this on a GPU while the process that shares the GPU works:
-# CUDA's context, NCCL, an engine's graphs.
+GRAPHS_GIB = 0.5  # an engine's CUDA graphs; vLLM prints their true size when it starts
+# GiB that a sleeping trainer or engine keeps on a shared GPU: CUDA's context, NCCL, CUDA graphs.
 ASLEEP_GIB = 1.5
 LIVE_PARAMETERS = 10**9  # DeepSpeed's default stage3_max_live_parameters
 GROUP_PARAMETERS = 10**9  # DeepSpeed's default sub_group_size
@@ -82,8 +81,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 # fp32 copies of a chunk of logits: log-probabilities, their exponentials, and gradient or product.
 LOGIT_COPIES = 3
 
-# Share of the values that an update changes at most, in what is set aside for them: a position of
-# 4 bytes and a difference of 2. Measured were 1 to 5 percent.
+# Memory is set aside for updates that change at most this share of the values; 1 to 5 percent were
+# measured. A changed value takes 6 bytes: a position of 4 and a difference of 2.
 CHANGED = 0.15
 
 Items = dict[str, float]
@@ -91,9 +90,9 @@ Items = dict[str, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """GiB on one device by item. `firm` is the part that no batch size changes. `outside` is the
-    part that vLLM's gpu_memory_utilization doesn't include. `host` is the rank's host memory in
-    GiB, without what every Python process takes."""
+    """GiB on one device by item. `firm` is the part that doesn't depend on batch sizes. `outside`
+    is the part that vLLM's gpu_memory_utilization doesn't include. `host` is the rank's host memory
+    in GiB, without the memory that every Python process takes."""
 
     items: Items
     firm: float
@@ -107,14 +106,15 @@ class Estimate:
 
 
 def trainer(c: Config, shape: ModelShape) -> Estimate:
-    resting = _resting(c, shape)
+    """Return the estimate for one trainer rank."""
+    throughout = _throughout_a_step(c, shape)
     states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
         (_added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
         key=lambda items: sum(items.values()),
     )
     size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
-    # A trainer that leaves its device to engines writes full versions from a copy of its values.
+    # A trainer that leaves its device to engines writes whole versions from a copy of its values.
     copies = not c.compares_updates or c.shares_devices
     host = {
         "last published version": size * share if copies else 0,
@@ -124,29 +124,29 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         "experts merged as rank 0 reads them": _merged(c, shape),
     }
     return Estimate(
-        _in_gib(c, resting | worst),
-        sum(resting[name] for name in states) / GIB,
+        _in_gib(c, throughout | worst),
+        sum(throughout[name] for name in states) / GIB,
         host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
     )
 
 
 def moments(c: Config, shape: ModelShape) -> Items:
-    """Return the bytes on a trainer rank's device at each of the moments, without CUDA's
-    context."""
-    items = _resting(c, shape)
-    resting = sum(items.values())
+    """Return the bytes on a trainer rank's device in a pass, at the update and between steps,
+    without CUDA's context."""
+    items = _throughout_a_step(c, shape)
+    throughout = sum(items.values())
     freed = items["gradients"] if c.trainer.zero_stage < 3 else items["second weights"]
     if c.trainer.lora is not None:
         freed -= items["second weights"]
     return {
-        "forward and backward": resting + sum(_added_in_a_pass(c, shape).values()),
-        "update": resting + sum(_added_at_the_update(c, shape).values()),
-        "between steps": resting - freed,
+        "forward and backward": throughout + sum(_added_in_a_pass(c, shape).values()),
+        "update": throughout + sum(_added_at_the_update(c, shape).values()),
+        "between steps": throughout - freed,
     }
 
 
 def _shared(c: Config, stage: int) -> int:
-    """Return the number of ranks that share what ZeRO divides from `stage` on."""
+    """Return the number of ranks that share memory which ZeRO divides from `stage` on."""
     return c.trainer.ranks if c.trainer.zero_stage >= stage else 1
 
 
@@ -155,8 +155,8 @@ def trained(c: Config, shape: ModelShape) -> int:
     return shape.parameters if c.trainer.lora is None else c.trainer.lora.parameters(shape)
 
 
-def _resting(c: Config, shape: ModelShape) -> Items:
-    """Return the bytes on the device between two steps."""
+def _throughout_a_step(c: Config, shape: ModelShape) -> Items:
+    """Return the bytes that stay on the device from a step's first pass to its update."""
     t, p, size = c.trainer, trained(c, shape), BYTES[c.trainer.dtype]
     held = shape.parameters + (p if t.lora else 0)
     state = 8 * p + (4 * p if size == 2 or t.zero_stage else 0)
@@ -175,9 +175,9 @@ def _resting(c: Config, shape: ModelShape) -> Items:
 
 def _offloaded(c: Config, shape: ModelShape) -> float:
     """Return the host's bytes for the optimizer's states and gradients. Stage 3 page-locks the fp32
-    gradients twice, as a whole and by groups. Below stage 3 the fp32 master weights and gradients
-    are page-locked, and in the dtype the weights, each parameter's sum of gradients, and room for
-    the largest."""
+    gradients twice, as a whole and by groups. Below stage 3 these are page-locked: in fp32 master
+    weights and gradients; in the dtype weights, each parameter's sum of gradients, and room for the
+    largest."""
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
@@ -213,8 +213,8 @@ def _locked(c: Config, nbytes: float) -> int:
 
 
 def _merged(c: Config, shape: ModelShape) -> int:
-    """Return the host's bytes for all experts of the model, merged under ZeRO-3
-    (rose/trainer/mixture.py)."""
+    """Return the bytes of host memory for all experts of the model, which are merged there under
+    ZeRO-3 (rose/trainer/mixture.py)."""
     if c.trainer.zero_stage < 3:
         return 0
     return BYTES[c.model.dtype] * _of_experts(shape)
@@ -282,37 +282,36 @@ def _tokens(c: Config) -> int:
 
 
 def _kept(c: Config, shape: ModelShape) -> int:
-    """Return the bytes that the layers keep for the backward pass."""
+    """Return the bytes of activations that all layers keep for the backward pass."""
     recomputed = c.trainer.gradient_checkpointing is not False
     each = shape.hidden if recomputed else _elements(c, shape)
     return BYTES[c.trainer.dtype] * _tokens(c) * shape.layers * each
 
 
 def _kept_on_host(c: Config, shape: ModelShape) -> int:
-    """Return the same bytes if they are offloaded: page-locked, one buffer a layer."""
+    """Return the bytes of host memory for offloaded activations: a page-locked buffer per layer."""
     return shape.layers * _locked(c, _kept(c, shape) // shape.layers)
 
 
 def _elements(c: Config, shape: ModelShape) -> int:
-    """Return the elements of the dtype, per token, that a layer computes for the backward pass.
-    Where ranks share a row, each has all of the row's tokens in at least one key-value head."""
+    """Return the elements per token, in the dtype, that a layer keeps for the backward pass. Each
+    rank that shares a row has at least one key-value head, for all of the row's tokens."""
     t = c.trainer
     fused = bool(t.compile) or t.kernels == "liger"
-    of_input = 1 if fused else 1 + 4 // BYTES[t.dtype]  # elements for each of a norm's input
+    of_input = 1 if fused else 1 + 4 // BYTES[t.dtype]  # elements for each of a norm's inputs
     norms = 2 * shape.hidden * (of_input + 1)
     if not shape.type or shape.type.startswith("qwen3"):  # norms of each head's queries and keys
         norms += shape.head_dim * (shape.heads + shape.kv_heads) * of_input
     attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, t.sequence_parallel))
     routed = 2 * shape.hidden * shape.experts_per_token + 4 // BYTES[t.dtype] * shape.experts
     adapter = t.lora.rank * len(t.lora.targets) if t.lora else 0
-    of_mlp = (
-        3 if t.compile or fused and not shape.experts else 4
-    )  # Liger leaves experts as they are
+    # Liger's kernels leave experts as they are.
+    of_mlp = 3 if t.compile or fused and not shape.experts else 4
     return norms + attention + of_mlp * shape.mlp_width + routed + adapter
 
 
 def _added_at_the_update(c: Config, shape: ModelShape) -> Items:
-    """Return the bytes beside the resting ones while the optimizer steps."""
+    """Return the bytes that the optimizer's step adds to `_throughout_a_step`."""
     t = c.trainer
     if t.offload_optimizer or (t.zero_stage == 0 and t.dtype == "float32"):
         return {"copy of gradients": 0.0}
@@ -320,6 +319,7 @@ def _added_at_the_update(c: Config, shape: ModelShape) -> Items:
 
 
 def rollout(c: Config, shape: ModelShape) -> Estimate:
+    """Return the estimate for one device of an engine."""
     r, size = c.rollout, BYTES[c.model.dtype]
     tp = r.tensor_parallel
     wide = (2 + shape.experts_per_token) * shape.hidden
@@ -343,7 +343,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     elif c.cluster.gpus and c.cluster.gpu_memory_gib:
         cache = max(0.0, c.cluster.gpu_memory_gib * r.gpu_memory_utilization - sum(items.values()))
     else:
-        cache = 0.0  # Unknown, since the configuration names no size.
+        cache = 0.0  # unknown without cluster.gpu_memory_gib
     beside = {
         "trainers' NCCL": RUNTIME_GIB * (c.cluster.gpus > 0 and c.transfer.broadcast == "nccl"),
         "drafts checked": _drafted(c, shape) / GIB,
@@ -351,7 +351,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     items |= {name: gib for name, gib in beside.items() if gib}
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
-    version = size * trained(c, shape) / GIB  # the most that a mirror or engine holds of a version
+    version = size * trained(c, shape) / GIB  # a whole version, the most that is mirrored or staged
     host = {
         "mirror of new versions": min(c.transfer.mirror_gib, version),
         "staged blocks": min(tp * c.transfer.stage_gib, version),
@@ -372,9 +372,9 @@ def _drafted(c: Config, shape: ModelShape) -> int:
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
-    """Return the GiB of host memory, all ranks together, where engines and trainer share devices:
-    (the trainer's states while engines roll out, the engines' weights while the trainer trains). On
-    CPUs the engines' weights never move."""
+    """Return the GiB that move to host memory while engines and trainer take turns on devices,
+    summed over ranks: (the trainer's states during a rollout, the engines' weights during
+    training). On CPUs the engines' weights never move."""
     engines = c.hybrids or c.rollout.workers
     moved = engines * c.rollout.tensor_parallel if c.cluster.gpus else 0
     return c.trainer.ranks * trainer.firm, moved * rollout.firm

@@ -1,6 +1,6 @@
-"""Find what planning needs to know of the model, before and after the model is made.
+"""Find the model's shape and files, which planning needs, before and after the model is made.
 
-Left out: making the model and where it lies (rose/models.py), and loading it.
+Left out: making the model, the choice of its folder (rose/models.py), and loading it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deeps
 
 def shape(c: Config) -> ModelShape | None:
     """Return the model's shape from its folder, or else model.shape; None if it is unknown until
-    the model is made. Makes and loads nothing. Raises `ConfigError` if the folder is missing and
-    needed (a dry run with model.shape needs none)."""
+    the model is made. Makes no model and loads no weights. Raises `ConfigError` if the folder is
+    missing and needed (a dry run with model.shape needs none)."""
     if c.model.source == "hub":
         folder = _in_cache(c)
         if folder is None and c.model.shape is None and not c.cluster.dry_run:
@@ -50,8 +50,8 @@ def shape(c: Config) -> ModelShape | None:
 
 
 def known(c: Config) -> Config:
-    """Return the configuration with the model's shape, if it is known before the model is made.
-    Raises `ConfigError` as `shape` does."""
+    """Return the configuration with the model's shape filled in, if it is known before the model is
+    made. Raises `ConfigError` as `shape` does."""
     found = c.model.shape or shape(c)
     return msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=found))
 
@@ -67,12 +67,10 @@ def _in_cache(c: Config) -> Path | None:
 
 
 def fetch(c: Config, stored: Path) -> Config:
-    """Find or download a hub's model, once, on the machine that has the network. Any other model is
-    left as it is. A run that continues (its config.json, `stored`, exists) keeps the commit with
-    which it began.
-
-    Raises `ConfigError` if the hub can't provide it, or it can't be trained.
-    """
+    """Find or download a hub's model and return the configuration with its folder and shape. Call
+    this once, where there is a network. Any other model is left as it is. A run that continues (its
+    config.json, `stored`, exists) keeps the commit with which it began. Raises `ConfigError` if the
+    hub can't provide the model, or if it can't be trained."""
     if c.model.source != "hub":
         return c
     commit = _commit_of(stored, c)
@@ -95,7 +93,7 @@ def _commit_of(stored: Path, c: Config) -> str | None:
 
 def prepare(c: Config) -> Config:
     """Make the model if it has a recipe. Return the configuration with the model's absolute path
-    and shape. Raises `ConfigError` if the recipe fails or a hub's snapshot can't be seen."""
+    and shape. Raises `ConfigError` if the recipe fails or a hub's snapshot isn't visible here."""
     folder = models.resolve(c.model)
     if c.model.source == "hub":
         found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
@@ -106,9 +104,10 @@ def prepare(c: Config) -> Config:
 
 
 def _shape_of(folder: Path, c: Config) -> ModelShape:
-    """Return the model's shape. Raises `ConfigError` if the context is longer than the model's,
-    which vLLM would refuse later, if ranks can't share its rows, or if its operations can't be
-    fused as configured."""
+    """Return the model's shape. Raises `ConfigError` if
+    1. model.max_context is longer than the model's context, which vLLM would refuse later;
+    2. trainer.compile or trainer.kernels don't support the model's type;
+    3. trainer.sequence_parallel can't split its rows."""
     shape = read_shape(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -134,7 +133,7 @@ def _shape_of(folder: Path, c: Config) -> ModelShape:
 
 
 def _unshareable(raw: dict[str, Any], rope: str) -> str:
-    """Return what in a config.json keeps ranks from sharing its rows; "" if nothing does.
+    """Return the property in `raw`, a config.json, that keeps ranks from sharing rows; "" if none.
     DeepSpeed's Ulysses attends to the whole context. Rotary angles that depend on a row's length
     would be computed from the length of a part."""
     partly = set(raw.get("layer_types") or ()) - {"full_attention"}

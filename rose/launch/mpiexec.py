@@ -5,10 +5,10 @@
 MPICH's own launcher, hydra, listens on all interfaces without a secret for as long as its ranks
 run, and a dozen bytes from anybody end them. This launcher speaks version 1 of MPICH's process
 management interface with each rank, over a socket pair that the rank inherits (PMI_FD). The
-interface gives the number of ranks, a table in which each puts its address, and a barrier. The
-launcher ends with its last rank, with the first exit code that isn't 0. A rank that fails ends the
-others, unless `-keep` is given; a rank that calls MPI_Abort always does. If the launcher is killed,
-all ranks end too. Left out: other machines (srun), and `MPI_Comm_spawn`, which is refused.
+interface gives the number of ranks, a table for their addresses, and a barrier. The launcher ends
+after its last rank, with the first exit code that isn't 0. If a rank fails, the others are killed,
+unless `-keep` is given. If a rank calls MPI_Abort, they are always killed. If the launcher is
+killed, all ranks end too. Left out: other machines (srun), and `MPI_Comm_spawn`, which is refused.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OPTION = {"-n": 1, "-env": 2}  # option -> number of its arguments
 class Rank:
     number: int
     process: subprocess.Popen
-    wire: socket.socket
-    unread: bytes = b""
-    spawning: bool = False  # True within a spawn request of several lines, refused at its last
+    wire: socket.socket  # the launcher's end of the rank's socket pair
+    unread: bytes = b""  # beginning of a line whose end has not arrived
+    spawning: bool = False  # True until the last line of a spawn request, which is refused
 
 
 @dataclass
@@ -87,13 +87,14 @@ class World:
                     return "cmd=get_result rc=-1 msg=key_not_found value=unknown"
                 return _message("get_result", rc=0, msg="success", value=value)
             case "barrier_in":
-                return self._barrier(rank)
+                return self._enter_barrier(rank)
             case "finalize":
                 return "cmd=finalize_ack rc=0"
             case "abort":
                 _say(f"rank {rank.number} called MPI_Abort: {line.strip()}")
                 self.code = int(asked.get("exitcode", 1)) % 256 or 1
-                self.end()  # The caller of MPI_Abort waits to be killed, too.
+                # The caller of MPI_Abort is killed as well: it waits for that.
+                self.end()
                 return None
             case "spawn":
                 rank.spawning = True
@@ -107,7 +108,7 @@ class World:
         for rank in self.ranks:
             rank.process.kill()
 
-    def _barrier(self, rank: Rank) -> None:
+    def _enter_barrier(self, rank: Rank) -> None:
         self.waiting.add(rank.number)
         if len(self.waiting) == self.size:
             self.waiting.clear()
@@ -141,7 +142,7 @@ def blocks(arguments: list[str]) -> list[tuple[int, dict[str, str], list[str]]]:
 
 
 def start(world: World, number: int, variables: dict[str, str], command: list[str]) -> Rank:
-    """Start a rank with its end of a socket pair."""
+    """Start a rank, which inherits one end of a socket pair."""
     ours, theirs = socket.socketpair()
     own = {
         "PMI_FD": str(theirs.fileno()),
@@ -167,18 +168,19 @@ def _without_launchers() -> dict[str, str]:
 
 
 def _ends_with(parent: int) -> Callable[[], None]:
+    """Return a `preexec_fn` by which a process is killed when `parent` ends."""
     prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # The launcher was killed before prctl took effect.
+        if os.getppid() != parent:  # a launcher that was killed before prctl took effect
             os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
 
 
 def serve(world: World, keep: bool) -> None:
-    """Answer the ranks until the last has ended."""
+    """Answer the ranks until the last has ended. Unless `keep`, kill all when one fails."""
     children = _child_ends()
     running = list(world.ranks)
     with selectors.DefaultSelector() as selector:
@@ -193,21 +195,21 @@ def serve(world: World, keep: bool) -> None:
                     selector.unregister(key.fileobj)
             for rank in [each for each in running if each.process.poll() is not None]:
                 running.remove(rank)
-                _read(world, rank)  # It may have sent the reason of an abort.
+                _read(world, rank)  # the last message, perhaps the reason of an abort
                 if ended := rank.process.returncode:
-                    _say(f"rank {rank.number} ended with {_shown(ended)}")
+                    _say(f"rank {rank.number} ended with {_code_or_signal(ended)}")
                     world.code = world.code or (ended if ended > 0 else 128 - ended)
                     if not keep:
                         world.end()
 
 
 def _child_ends() -> socket.socket:
-    """Return a socket that becomes readable when a child ends, or has ended before this call."""
+    """Return a socket that is readable now, and again whenever a child has ended."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     writer.send(b"!")
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the wakeup socket.
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # no-op: Python writes to the wakeup socket
     return reader
 
 
@@ -217,7 +219,7 @@ def _read(world: World, rank: Rank) -> bool:
         got = rank.wire.recv(65536, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return True
-    except OSError:  # It was killed with something unread.
+    except OSError:  # a rank that was killed before it read our last answer
         return False
     *lines, rank.unread = (rank.unread + got).split(b"\n")
     for line in lines:
@@ -233,7 +235,7 @@ def _read(world: World, rank: Rank) -> bool:
 
 
 def _send(rank: Rank, message: str) -> None:
-    with suppress(OSError):  # The rank has ended, which `serve` sees by its process.
+    with suppress(OSError):  # a rank that has ended, which `serve` will notice
         rank.wire.sendall(message.encode() + b"\n")
 
 
@@ -241,7 +243,7 @@ def _message(command: str, **values: object) -> str:
     return " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in values.items())])
 
 
-def _shown(code: int) -> str:
+def _code_or_signal(code: int) -> str:
     if code > 0:
         return f"code {code}"
     try:

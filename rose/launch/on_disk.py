@@ -1,12 +1,11 @@
 """Estimate what a run writes into its folder, in bytes and files, since quotas count both. Pure.
 
-A checkpoint holds 12 bytes for each trained parameter, Adam's two moments and the master weights in
-fp32, and the weights themselves in their dtype. ZeRO stage 3 saves only the master weights. One
-trainer rank writes nine files, and each further rank four. The last trainer.checkpoint_keep
-checkpoints stay until the next one is complete. A trajectory takes `TOKEN` bytes a token: its id,
-whether the policy generated it, its log-probability and its version. Left out: the journal, the
-events and the versions of weights in between, whose sizes depend on what happens (`rose state`
-shows them).
+A checkpoint holds 12 bytes for each trained parameter (Adam's two moments and the master weights,
+in fp32) and the weights in their dtype, which ZeRO stage 3 doesn't save. One trainer rank writes
+nine files, and each further rank four. The last trainer.checkpoint_keep checkpoints stay until the
+next one is complete. A trajectory takes `TOKEN` bytes a token: its id, whether the policy generated
+it, its log-probability and its version. Left out: the journal, the events, and versions that hold
+only changes of the weights. Their sizes depend on the run (`rose state` shows them).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class OnDisk(NamedTuple):
 
 
 def of(c: Config, shape: ModelShape) -> OnDisk:
-    """Return what the run takes on the file system of its folder."""
+    """Return the estimate for the file system of the run's folder."""
     trainer, elements = c.trainer, trained(c, shape)
     weights = BYTES[trainer.dtype] if trainer.zero_stage < 3 else 0
     return OnDisk(

@@ -23,7 +23,7 @@ from rose.policies import registry
 from rose.protocol import Role
 
 ROUNDING_GIB = 1e-6  # slack for sums of floats that should be equal
-GPUS_OF_A_MACHINE = 8  # GPUs; few machines have more
+GPUS_OF_A_MACHINE = 8  # the most GPUs that a usual machine has
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """Return the number of different GPUs. Two ranks that share devices have the same one."""
+        """Return the number of GPUs. A GPU that two ranks share counts once."""
         return len({(rank.component, rank.node, gpu) for rank in self.ranks for gpu in rank.gpus})
 
 
 def make(
     c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = (), host_gib: float | None = None
 ) -> Plan:
-    """Plan the configuration, without what it left open (`rose.launch.choices`). `doubts` and those
-    found here become `Plan.warnings`. `host_gib`: memory of the machine that all ranks run on;
-    None: unknown. Raises `ConfigError` if the plan can't run."""
+    """Plan the configuration, with values for keys that it leaves open (`rose.launch.choices`).
+    `doubts` and those found here become `Plan.warnings`. `host_gib`: memory of the machine that all
+    ranks run on; None: unknown. Raises `ConfigError` if the plan can't run."""
     container.check(c)
     if shape is not None:
         check_model(c, shape)
         exclusions.check(c, shape)
     c, chosen = choices.made(c, shape)
     own = (*_check_container(c), *_check_threads(c), *_check_machine(c))
-    doubts = tuple(dict.fromkeys((*doubts, *own)))  # an earlier plan's doubts hold these, too
+    doubts = tuple(dict.fromkeys((*doubts, *own)))  # no duplicates from an earlier plan
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts, chosen)
@@ -85,7 +85,7 @@ def _check_threads(c: Config) -> Iterator[str]:
 
 
 def _check_machine(c: Config) -> Iterator[str]:
-    """Yield doubts about one machine that has all GPUs."""
+    """Yield a doubt about more GPUs on one machine than machines usually have."""
     if c.cluster.kind == "local" and c.cluster.gpus > GPUS_OF_A_MACHINE:
         yield (
             f"cluster.gpus={c.cluster.gpus} on one machine (cluster.kind=local), and few have more "
@@ -125,6 +125,7 @@ def _check_container(c: Config) -> Iterator[str]:
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
+    """Yield doubts about GPU memory that may not suffice. Raises `ConfigError` if it can't."""
     if Role.ROLLOUT in estimates:
         _check_cache(c, estimates[Role.ROLLOUT])
     limit = c.cluster.gpu_memory_gib
@@ -166,9 +167,9 @@ def _draft_keys_to_lower(c: Config) -> str:
 def _check_host(
     c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
 ) -> None:
-    """Raise `ConfigError` if trainer and engines don't fit into host memory. On CPUs the hybrid
-    engines and the trainer are in memory at once. Where they share GPUs, the sleeping side waits in
-    host memory, beside what is offloaded."""
+    """Raise `ConfigError` if trainer and engines don't fit into host memory. On CPUs both are there
+    at once. If they share GPUs, the memory of the sleeping side is moved there, beside offloaded
+    states."""
     engines = (c.rollout.workers + c.hybrids) * rollout.total
     states, weights = (
         memory.waiting_gib(c, trainer, rollout)
@@ -176,9 +177,10 @@ def _check_host(
         else (c.trainer.ranks * trainer.total, engines)
     )
     offloaded, staged = memory.host_gib(c, trainer, rollout)
+    # Without hybrid engines, no version is staged while the engines' weights are in host memory.
     states, weights = states + offloaded, weights + staged * (c.hybrids > 0)
     key, remedy = f"rollout.hybrid={c.hybrids}", "rollout.hybrid=0"
-    if not c.hybrids:  # No version is staged while the engines' weights wait.
+    if not c.hybrids:
         key = f"colocate={c.colocate}" + " (one GPU)" * (c.colocate is None)
         remedy = "an adapter (trainer.lora) or a smaller model, or colocate=false on more GPUs"
     if states + weights > host_gib:
@@ -189,7 +191,7 @@ def _check_host(
 
 
 def _less_memory(c: Config) -> Iterator[str]:
-    """Yield the changes that would lower the trainer's need."""
+    """Yield changes of the configuration by which the trainer would need less memory."""
     t = c.trainer
     if t.gradient_checkpointing is False:
         yield "set trainer.gradient_checkpointing=true"
@@ -212,8 +214,8 @@ def _less_memory(c: Config) -> Iterator[str]:
 
 
 def _check_share(c: Config, limit: float) -> None:
-    """Raise `ConfigError` if vLLM would not start because its share of a GPU's `limit` GiB can't be
-    free: a trainer that sleeps keeps memory there."""
+    """Raise `ConfigError` if rollout.gpu_memory_utilization is more than a sleeping trainer leaves
+    of a GPU's `limit` GiB, since vLLM would not start."""
     most = 1 - memory.ASLEEP_GIB / limit
     if c.rollout.gpu_memory_utilization > most:
         shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
@@ -225,10 +227,10 @@ def _check_share(c: Config, limit: float) -> None:
 
 
 def _check_cache(c: Config, rollout: memory.Estimate) -> None:
-    """Raise `ConfigError` if a KV cache of a given size has no room for one sequence: vLLM would
-    not start."""
+    """Raise `ConfigError` if rollout.kv_cache_gib has no room for one sequence: vLLM would not
+    start."""
     cache = c.rollout.kv_cache_gib
-    # The estimate has the model's dtype; another may need less.
+    # The estimate assumes the model's dtype. A KV cache in another dtype may need less.
     other_dtype = "kv_cache_dtype" in c.rollout.engine_args
     if cache is not None and not other_dtype and rollout.kv_tokens < c.model.max_context:
         raise ConfigError(
@@ -239,8 +241,7 @@ def _check_cache(c: Config, rollout: memory.Estimate) -> None:
 
 
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
-    """Raise `ConfigError` if an engine doesn't fit into `budget`, the GiB of each GPU that it may
-    take."""
+    """Raise `ConfigError` if an engine doesn't fit into its `budget`, GiB of each GPU."""
     own = rollout.total - rollout.outside
     if rollout.kv_tokens < c.model.max_context or own > max(budget, rollout.firm) + ROUNDING_GIB:
         r, work = c.rollout, rollout.items["activations"]
@@ -264,10 +265,10 @@ def show(plan: Plan, console: Console) -> None:
     for role in Role:
         members = [rank for rank in plan.ranks if rank.role == role]
         if not members:
-            continue  # A replay has no environment hosts and no engines.
+            continue  # environment hosts and engines, in a replay
         table.add_row(
             role.value,
-            _span(members),
+            _numbers_and_count(members),
             str(members[0].threads or "library's choice"),
             str(len(members[0].gpus)),
             _memory_cell(plan.memory.get(role)),
@@ -301,7 +302,7 @@ def show(plan: Plan, console: Console) -> None:
             f"{weights:.1f} GiB of the engines' weights while the trainer trains",
         )
     if plan.gpus:
-        echo(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
+        echo(console, f"in host memory, GiB of each rank at most: {'; '.join(_host_memory(plan))}")
     for choice in plan.chosen:
         echo(console, choice)
     if plan.shape is not None:
@@ -312,7 +313,7 @@ def show(plan: Plan, console: Console) -> None:
         echo(console, warning, label="[yellow]warning:[/]")
 
 
-def _span(members: list[Rank]) -> str:
+def _numbers_and_count(members: list[Rank]) -> str:
     first, last = members[0].rank, members[-1].rank
     return str(first) if first == last else f"{first}-{last} ({len(members)})"
 
@@ -334,7 +335,7 @@ def _count(parameters: int) -> str:
 
 
 def _nodes(plan: Plan) -> Iterator[str]:
-    """Yield what each component asks of a node, in words."""
+    """Yield a text for each Slurm component on its nodes, CPUs and memory."""
     c = plan.config
     for number, name in enumerate(("trainer", "rollout")):
         members = [rank for rank in plan.ranks if rank.component == number]
@@ -356,9 +357,9 @@ def _nodes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _host(plan: Plan) -> Iterator[str]:
-    """Yield what a rank of each role may take of its host's memory, without what every Python
-    process takes."""
+def _host_memory(plan: Plan) -> Iterator[str]:
+    """Yield a text for each role on the host memory that a rank may take, beside the memory that
+    every Python process takes."""
     for role, estimate in plan.memory.items():
         if estimate.host:
             parts = " + ".join(f"{name} {gib:.1f}" for name, gib in estimate.host.items())

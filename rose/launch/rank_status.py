@@ -1,8 +1,8 @@
 """Keep a small JSON file per rank, status/attempt-NNN/rank-<k>.json: is the rank running or done,
 and how did it end.
 
-The rank and its guard write it. The launcher reads it, and on a cluster anybody who sees the run's
-folder can. Left out: progress, which is in metrics.jsonl.
+The rank and its guard write the file. The launcher reads it, on a cluster from another host, and
+users can read it too. Left out: progress, which is in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     index: int
     pid: int
-    guard_pid: int  # The rank's parent, the guard, reports how it ends.
+    guard_pid: int  # pid of the guard, the rank's parent, which reports how the rank ends
     host: str
     state: Literal["running", "done", "failed"]
     # The rank has joined the MPI world and passed its first collectives, which have no deadline.

@@ -46,7 +46,7 @@ MAY_CHANGE = (
     "fresh",
     "colocate",
     "output_dir",
-    "name",  # Its folder may have been renamed or copied.
+    "name",  # the run's folder, which a user may have renamed or copied
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",
@@ -91,18 +91,18 @@ MAY_CHANGE = (
     "sim",
     "sim.*",
 )
-# Largest share of the time to stop that one save may take. A save may run when the stop begins, and
-# the last step is saved after it. Half of the time has to hold both, and a quarter more for a busy
-# file system: 1 / 2 / (2 x 1.25).
+# Largest share of the time to stop that one save may take. Two saves must fit into half of this
+# time: one that runs when the stop begins, and that of the last step. On a busy file system both
+# may take a quarter longer: 1 / 2 / (2 x 1.25).
 SAVE_SHARE = 1 / 5
 WARNING_SAVES = 3.0  # durations of the last save by which Slurm must warn before the time limit
-# Share of the time to stop that a step under training and its checkpoint may take together. The
-# last third is for ranks to leave.
+# Share of the time to stop that a step under training and its checkpoint may take together. In the
+# last third the ranks end.
 STEP_SHARE = 2 / 3
 KEPT_SHARE = 1 / 6  # least share of the time to stop that is kept for the checkpoint
-REQUEUE_S = 20.0  # seconds of Slurm's warning for killing ranks and asking for the requeue
+REQUEUE_S = 20.0  # seconds of Slurm's warning for killing ranks and for the requeue
 KILL_WAIT_S = 30.0  # Slurm's default KillWait: seconds from scancel's SIGTERM to its SIGKILL
-# A recipe's arguments name the model, and its path depends only on where the cache is.
+# A recipe's model is named by the recipe's arguments. Its path depends only on the cache's folder.
 RECIPES_MAY_CHANGE = ("model.path",)
 
 
@@ -114,7 +114,7 @@ def check(stored: Path, new: Config) -> None:
     now = _flatten(configuration.to_dict(new))
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
-        # A job that began has stored it resolved, a pending one as it was given.
+        # A job that has begun has stored the path resolved, a pending job as it was given.
         now["model.path"] = str(models.resolve(new.model).resolve())
         if before.get("model.source") == "folder":
             before["model.path"] = str(Path(str(before["model.path"])).expanduser().resolve())
@@ -135,8 +135,8 @@ def check(stored: Path, new: Config) -> None:
 
 
 def check_whole(run_dir: Path) -> None:
-    """Raise `ConfigError` for a folder with checkpoints and without the run's configuration: they
-    would be continued with any other."""
+    """Raise `ConfigError` for a folder that has checkpoints but no configuration of their run,
+    since any other configuration would continue them."""
     if checkpoint.latest(run_dir) is not None:
         raise ConfigError(
             f"{run_dir}: has checkpoints and no config.json, so it can't be known whether this "
@@ -146,8 +146,8 @@ def check_whole(run_dir: Path) -> None:
 
 
 def not_applied(stored: Path, new: Config) -> list[str]:
-    """Return a text for each key whose value in `new` differs from the running run's, with both
-    values. `stored` is the running run's config.json."""
+    """Return a text with both values for each key that differs between `new` and the run that is
+    running. `stored`: the running run's config.json."""
     if not stored.exists():
         return []
     before, now = _flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new))
@@ -168,7 +168,7 @@ def other_rates(run_dir: Path, c: Config) -> str:
     before = configuration.load(stored, checked=False).trainer
     if before.steps == c.trainer.steps:
         return ""
-    from rose.trainer.schedule import learning_rates  # Imports torch, which takes seconds.
+    from rose.trainer.schedule import learning_rates  # slow, because of torch
 
     step = checkpoint.step_of(latest)
     last = learning_rates(before)(step * before.updates_per_step - 1)
@@ -181,9 +181,9 @@ def other_rates(run_dir: Path, c: Config) -> str:
 
 
 def check_inputs(run_dir: Path, name: str) -> str:
-    """Return a text about changes since the run's last attempt, of files that keys name and of
-    installed packages; "" if there are none. Raises `ConfigError` for a file that alters the
-    training, once a step is saved."""
+    """Return a text about files named by keys, and installed packages, that changed since the run's
+    last attempt; "" if none did. Raises `ConfigError` if a changed file alters the training and a
+    step is already saved."""
     every = list(inputs.changed(run_dir))
     files = [f"{key}: {what}" for key, what in every if not _matches(key, MAY_CHANGE)]
     if files and checkpoint.latest(run_dir) is not None:
@@ -202,9 +202,8 @@ def _matches(key: str, rules: tuple[str, ...]) -> bool:
 
 
 def other_shape(run_dir: Path, c: Config) -> str:
-    """Return a text with the ranks and ZeRO stages that saved the run's last checkpoint and that
-    will load it; "" if they are the same. Raises `ConfigError` if the checkpoint can't be loaded
-    so."""
+    """Return a text if the number of ranks or the ZeRO stage has changed since the run's last
+    checkpoint; "" otherwise. Raises `ConfigError` if the checkpoint can't be loaded with `c`."""
     latest = checkpoint.latest(run_dir)
     if latest is None:
         return ""
@@ -218,28 +217,28 @@ def other_shape(run_dir: Path, c: Config) -> str:
 
 
 def last_saved(run_dir: Path) -> str:
-    """Return from where a run with a checkpoint continues, in words; "" without a checkpoint."""
+    """Return a text on the checkpoint from which the run continues; "" without a checkpoint."""
     latest = checkpoint.latest(run_dir)
     return f"continues after step {checkpoint.step_of(latest)}, {latest}" if latest else ""
 
 
 def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> None:
-    """Record that all `steps` training steps and the last evaluation are done and saved. The
-    coordinator's last write. `stopped`: the configuration of a run that eval.stop ended before
+    """Record that all `steps` training steps and the last evaluation are done and saved. This is
+    the coordinator's last write. `stopped`: the configuration of a run that eval.stop ended before
     trainer.steps."""
-    path = _mark(run_dir)
+    path = _finished_file(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = {"steps": steps}
     if stopped is not None:
-        done |= {"asked": stopped.trainer.steps, "stop": _stop(stopped)}
+        done |= {"asked": stopped.trainer.steps, "stop": _stop_rule(stopped)}
     files.write_whole(path, json.dumps(done).encode() + b"\n", sync=True)
 
 
 def finished_mark(run_dir: Path) -> bytes | None:
-    """Return what `mark_finished` has written, which differs between attempts; empty if nothing,
-    None if it can't be read now."""
+    """Return the bytes that `mark_finished` has written; empty if none, None if they can't be read
+    now. Two attempts that finish the run write different bytes."""
     try:
-        return _mark(run_dir).read_bytes()
+        return _finished_file(run_dir).read_bytes()
     except FileNotFoundError:
         return b""
     except OSError:
@@ -249,32 +248,33 @@ def finished_mark(run_dir: Path) -> bytes | None:
 def is_finished(run_dir: Path, c: Config) -> bool:
     """True if the run has finished at least trainer.steps, or if the same eval.stop ended it early
     on the way to at least trainer.steps."""
-    done = _finished(run_dir)
+    done = _read_finished(run_dir)
     if done is None:
         return False
-    stopped = done.get("stop", _stop(c)) == _stop(c) and done.get("asked", 0) >= c.trainer.steps
+    rule = _stop_rule(c)
+    stopped = done.get("stop", rule) == rule and done.get("asked", 0) >= c.trainer.steps
     return stopped or done["steps"] >= c.trainer.steps
 
 
 def finished_steps(run_dir: Path) -> int:
     """Return the number of steps of a finished run; 0 if it has not finished."""
-    done = _finished(run_dir)
+    done = _read_finished(run_dir)
     return done["steps"] if done is not None else 0
 
 
 def stopped_early(run_dir: Path) -> int | None:
     """Return the step at which eval.stop ended the run; None if it didn't."""
-    done = _finished(run_dir)
+    done = _read_finished(run_dir)
     early = done is not None and done["steps"] < done.get("asked", done["steps"])
     return done["steps"] if early else None
 
 
-def _stop(c: Config) -> list[float]:
+def _stop_rule(c: Config) -> list[float]:
     return [c.eval.stop.patience, c.eval.stop.min_gain]
 
 
-def _finished(run_dir: Path) -> dict[str, Any] | None:
-    path = _mark(run_dir)
+def _read_finished(run_dir: Path) -> dict[str, Any] | None:
+    path = _finished_file(run_dir)
     if not path.exists():
         return None
     advice = "remove it to train on"
@@ -300,7 +300,7 @@ def requeues_without_checkpoint(run_dir: Path, job: str, restarts: int) -> int:
     elif before[1] != job:
         before = before[0], job, 0
     noted = dict(zip(("step", "job", "restarts"), before, strict=True))
-    with suppress(OSError):  # On a full disk the note is lost, but the job is still requeued.
+    with suppress(OSError):  # a full disk, which must not prevent the requeue
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(noted).encode() + b"\n")
     return restarts - before[2]
@@ -329,9 +329,8 @@ def stop_s(run_dir: Path, cluster: Cluster) -> float:
 
 
 def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
-    """Return the seconds after a signal at which remaining processes are killed: `stop_s`. A job
-    that Slurm has `warned` kills them earlier, since it must ask for its requeue before the time
-    limit."""
+    """Return how many seconds after a signal the remaining processes are killed: `stop_s`, or less
+    if Slurm has `warned` the job, which must ask for its requeue before the time limit."""
     limit_s = stop_s(run_dir, cluster)
     if not warned or cluster.slurm is None:
         return limit_s
@@ -340,22 +339,22 @@ def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 
 
 def note_warned(run_dir: Path, attempt: int) -> None:
-    """Record, for the coordinator and before its signal, that Slurm has warned the job or its time
-    limit is near."""
-    with suppress(OSError):  # A full disk must not prevent the coordinator's signal.
-        _warning(run_dir, attempt).touch()
+    """Record that Slurm has warned the job, or that its time limit is near. The coordinator reads
+    this when it gets its signal, so call it before."""
+    with suppress(OSError):  # a full disk, which must not prevent the signal
+        _warned_file(run_dir, attempt).touch()
 
 
 def is_warned(run_dir: Path, attempt: int) -> bool:
-    return _warning(run_dir, attempt).exists()
+    return _warned_file(run_dir, attempt).exists()
 
 
 def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
     """Return the seconds that a stop may wait for the end of a step under training, so that the
-    step is saved. It is the time to stop, less what the checkpoint and the ranks' leaving need. The
-    time to stop ends
-    1. with Slurm's warning if the job is `warned`, and the launcher keeps a part of it (`end_s`);
-    2. after `KILL_WAIT_S` in any other Slurm job, which was cancelled or preempted.
+    step is saved. This is the time to stop, less the time for the checkpoint and for ranks to end.
+    The time to stop is at most
+    1. in a `warned` job: Slurm's warning time, of which the launcher keeps a part (`end_s`);
+    2. in any other Slurm job, which was cancelled or preempted: `KILL_WAIT_S`.
     """
     limit_s = stop_s(run_dir, cluster)
     if warned and cluster.slurm is not None:
@@ -368,18 +367,19 @@ def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 
 
 def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
-    """Return the seconds that saving the last step may take while a run stops, after `waited_s`
-    of waiting for its end. In a job that Slurm has warned this may be more than the launcher
-    allows (`end_s`): a save that takes longer than `end_s` is lost anyway, with either limit."""
+    """Return the seconds that saving the last step may take while a run stops, after `waited_s` of
+    waiting for the step's end. If Slurm has warned the job, this limit may exceed the launcher's
+    (`end_s`). That is harmless, because a save that takes longer than `end_s` is lost anyway."""
     limit_s = stop_s(run_dir, cluster)
     left_s = max(STEP_SHARE * limit_s - waited_s, KEPT_SHARE * limit_s)
     return min(limit_s / 2, left_s)
 
 
 def warning_s(run_dir: Path, slurm: Slurm) -> int:
-    """Return the seconds before its time limit at which a job must be warned to save its last step:
-    cluster.slurm.warning_s, or `WARNING_SAVES` times what the last checkpoint took, if that is
-    more, but at most half of the job's time: one slow save must not fill all later attempts."""
+    """Return how many seconds before its time limit a job must be warned, to save its last step.
+    This is the larger of cluster.slurm.warning_s and `WARNING_SAVES` times the last checkpoint's
+    seconds. The latter is at most half of the job's time, so that one slow save can't fill all
+    later attempts."""
     saving_s = math.ceil(WARNING_SAVES * last_save_s(run_dir))
     return max(slurm.warning_s, int(min(saving_s, time_limit.job_s(slurm) / 2)))
 
@@ -393,11 +393,11 @@ def move_aside(run_dir: Path) -> Path:
     return run_dir.rename(aside)
 
 
-def _warning(run_dir: Path, attempt: int) -> Path:
+def _warned_file(run_dir: Path, attempt: int) -> Path:
     return rank_status.folder(run_dir, attempt) / "warned"
 
 
-def _mark(run_dir: Path) -> Path:
+def _finished_file(run_dir: Path) -> Path:
     return Path(run_dir) / "status" / "finished.json"
 
 

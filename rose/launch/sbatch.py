@@ -1,4 +1,4 @@
-"""Write what Slurm gets for a run: sbatch's script, and srun's command line inside it. Pure.
+"""Write the texts that Slurm gets for a run: sbatch's script, and srun's command line in it. Pure.
 
 The script's only command starts one process on the first node (rose/launch/slurm.py). That process
 starts the ranks of all components as one MPI world, with one srun, and watches them. Left out:
@@ -41,24 +41,24 @@ def folder(run_dir: Path) -> Path:
 
 def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | None = None) -> str:
     """Return the batch script; `run_dir` is absolute. `warning_s`: seconds before the time limit at
-    which Slurm warns the job, at least cluster.slurm.warning_s; None: that one."""
+    which Slurm warns the job; None: cluster.slurm.warning_s."""
     first, *others = _by_component(ranks)
     lines = []
     for members in others:
-        lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
-    lines += ["", *KEEP_SIGNALS, *_setup(c)]
+        lines += ["#SBATCH hetjob", *_sbatch_lines(_options(c, members))]
+    lines += ["", *KEEP_SIGNALS, *_setup_lines(c)]
     options = _options(c, first) | {"signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}"}
-    command = _kept_by_shell(_submitted([sys.executable], run_dir))
+    command = _with_signals_passed_on(_submitted([sys.executable], run_dir))
     return _text(run_dir, c.name, "slurm", options, lines, command)
 
 
 def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str) -> str:
-    """Return the batch script of a job of one task that helps the run. `component` names the field
-    of `Slurm` with its options; `run_dir` is absolute."""
+    """Return the batch script of a one-task job that helps the run: it lends an engine or computes
+    rewards. `component` names the field of `Slurm` with its options; `run_dir` is absolute."""
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     command = _submitted(python, run_dir)
-    return _text(run_dir, f"{c.name}-{name}", name, options, _setup(c), command)
+    return _text(run_dir, f"{c.name}-{name}", name, options, _setup_lines(c), command)
 
 
 def _text(
@@ -84,11 +84,11 @@ def _submitted(python: Sequence[str], run_dir: Path) -> str:
     return f"exec {shlex.join([*python, *BATCH, str(folder(run_dir))])}"
 
 
-def _kept_by_shell(command: str) -> str:
-    """Return lines that start the command, pass signals on to it (`KEEP_SIGNALS`) and end with its
-    exit code. A signal ends the shell's `wait` early, so they wait in a loop, and ignore signals
-    once the command has ended: the last `wait` gives its exit code. In POSIX mode, which the user's
-    POSIXLY_CORRECT switches on, bash would forget the exit code at the first wait."""
+def _with_signals_passed_on(command: str) -> str:
+    """Return shell lines that start the command, pass signals on to it (`KEEP_SIGNALS`) and exit
+    with its code. A signal ends the shell's `wait` early, so the lines wait in a loop. Once the
+    command has ended they ignore signals, and the last `wait` gives its exit code. In POSIX mode,
+    which the user's POSIXLY_CORRECT switches on, bash would forget the code at the first `wait`."""
     return "\n".join(
         (
             "set +o posix",
@@ -118,7 +118,7 @@ def srun_argv(
             f"--ntasks={len(members)}",
             f"--ntasks-per-node={len(members) // _nodes(members)}",
             "--distribution=block",
-            # Given because a site may have other defaults: ranks end one after the other.
+            # By a site's own defaults, the first rank to end might end the others.
             "--kill-on-bad-exit=0",
             "--wait=0",
             "--export=ALL",
@@ -132,7 +132,7 @@ def srun_argv(
     return argv
 
 
-def _setup(c: Config) -> list[str]:
+def _setup_lines(c: Config) -> list[str]:
     if CHECKOUT is None:
         return ["", *c.cluster.slurm.setup]
     path = shlex.quote(str(CHECKOUT))
@@ -152,7 +152,7 @@ def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
     later)."""
     taken = _options(c, members)
     if c.cluster.gpus:
-        taken["gpu-bind"] = "none"  # Each rank sees all of the node's GPUs (rose/launch/gpus.py).
+        taken["gpu-bind"] = "none"  # all of the node's GPUs for each rank (rose/launch/gpus.py)
     return [
         f"--{name}={taken[name]}"
         for name in ("cpus-per-task", "gpus-per-node", "gpu-bind", "mem")
@@ -170,9 +170,9 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
 def _component_options(
     c: Config, section: str, nodes: int, ranks_per_node: int, gpus: int
 ) -> dict[str, Any]:
-    """Return sbatch's options for `section`, a field of `Slurm`. `gpus`: GPUs that ranks use on the
-    fullest node. No more are requested: other jobs may use the rest, and the user would pay for
-    it."""
+    """Return sbatch's options for `section`, a field of `Slurm`. `gpus`: the most GPUs that ranks
+    use on one node. No more are requested, since other jobs may use the node's other GPUs, and the
+    user would pay for them."""
     component: Component = getattr(c.cluster.slurm, section)
     options: dict[str, Any] = {
         "nodes": nodes,
@@ -191,10 +191,10 @@ def _component_options(
         if name != "gpus-per-node":
             options[name] = value if equals else True
         elif name in options:
-            # TYPE or TYPE:N: components inherit this option, and their numbers of GPUs differ.
+            # TYPE or TYPE:N. Components inherit the value, but need different numbers of GPUs.
             options[name] = f"{value.partition(':')[0]}:{gpus}"
     return options
 
 
-def _lines(options: dict[str, Any]) -> list[str]:
+def _sbatch_lines(options: dict[str, Any]) -> list[str]:
     return [submitit_slurm._as_sbatch_flag(name, options[name]) for name in sorted(options)]

@@ -37,19 +37,21 @@ from rose.observe import terminal
 from rose.observe.terminal import echo
 
 POLL_S = 5.0  # seconds between two checks of the time that is left
-# Seconds for which an attempt waits until a lost node releases what an earlier attempt has there:
-# steps, or the lock of the run's folder. NFS and Lustre release it 90 s and more after the node.
+# Seconds that an attempt waits until an earlier attempt's steps end and its lock of the run's
+# folder is released. NFS and Lustre release the lock of a lost node after 90 s or more.
 RELEASE_S = 300.0
 ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
-CANCELLED_S = 60.0  # least seconds before the time limit at which a SIGTERM is somebody's
+# A SIGTERM that arrives more than this many seconds before the time limit was sent by a user.
+CANCELLED_S = 60.0
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
-VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
-PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
-KILL_AGAIN_S = 15.0  # seconds between kills of an old step: a late one would end the new step
+VIEWS_S = 8.0  # seconds of resume.REQUEUE_S for trace and report, before a requeue
+PAUSE_S = 1.0  # seconds between two checks whether an earlier attempt has ended
+# Seconds between two kills of an old step. A kill that Slurm carries out late ends the new step.
+KILL_AGAIN_S = 15.0
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # beginnings of a job's variables
 # Variables by which Slurm's commands find its controller.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-# Beginnings of the variables that sbatch set for the first component, or the submitting shell had.
+# Beginnings of variables that sbatch set for the first component, or that the submitting shell had.
 # srun would apply them to all components.
 OF_ONE_COMPONENT = (
     "SLURM_CPU_BIND",
@@ -75,7 +77,7 @@ DEFAULTS = {
 
 
 def check_programs() -> None:
-    """Raise `ConfigError` if this machine cannot submit."""
+    """Raise `ConfigError` if this machine lacks Slurm's commands."""
     missing = [
         program
         for program in ("sbatch", "srun", "squeue", "scontrol")
@@ -89,7 +91,7 @@ def check_programs() -> None:
 
 
 class Executor(submitit.SlurmExecutor):
-    """submitit's executor with our text, which is that of a heterogeneous job."""
+    """submitit's executor with our batch script, since its own is for one component only."""
 
     def __init__(self, folder: Path, text: str) -> None:
         super().__init__(folder=folder)
@@ -104,15 +106,16 @@ class Executor(submitit.SlurmExecutor):
 
 
 def _of_this_job() -> list[str]:
-    """Return the variables of the surrounding job if the user submits from a job's shell. sbatch
-    passes this process's variables on, and those would bind the ranks to the CPUs and GPUs of the
-    other job. Outside a job, such variables are the user's or the site's own."""
+    """Return the names of the surrounding job's variables if the user submits from a job's shell.
+    sbatch would pass them on, and they would bind the ranks to that job's CPUs and GPUs. Outside a
+    job, variables with these names are the user's or the site's own, and stay."""
     inside = "SLURM_JOB_ID" in os.environ
     return [n for n in os.environ if inside and n.startswith(OF_A_JOB) and n not in OF_THE_SITE]
 
 
 @contextmanager
 def _without(names: Sequence[str]) -> Iterator[None]:
+    """Remove these environment variables while the context lasts."""
     theirs = {name: os.environ.pop(name) for name in names}
     try:
         yield
@@ -121,9 +124,8 @@ def _without(names: Sequence[str]) -> Iterator[None]:
 
 
 def _overruling(text: str) -> list[str]:
-    """Return sbatch's variables that would overrule the script. A variable with the user's default
-    for the account, the partition and the like is not among them if the script doesn't set that
-    option."""
+    """Return the names of sbatch's variables that would overrule the script `text`. A user's
+    default (`DEFAULTS`) for an option that the script doesn't set is not among them."""
     return [
         name
         for name in os.environ
@@ -134,7 +136,7 @@ def _overruling(text: str) -> list[str]:
 
 def check_environment(c: Config) -> None:
     """Raise `ConfigError` if ranks on GPUs would start in an environment of `make train`, whose
-    vLLM is for CPUs: the job would wait in the queue only to fail."""
+    vLLM is for CPUs. The job would wait in the queue and then fail."""
     if not c.cluster.gpus or c.cluster.slurm.container is not None:
         return
     with suppress(PackageNotFoundError):
@@ -147,8 +149,8 @@ def check_environment(c: Config) -> None:
 
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
-    """Submit the run to Slurm; print its id and how to follow it. Raises `ConfigError` with
-    sbatch's message if it refuses. A run that had not begun leaves no files then."""
+    """Submit the run to Slurm, and print the job's id and commands to follow it. If sbatch refuses,
+    raise `ConfigError` with its message and remove the files of a run that had not begun."""
     run_dir = c.run_dir.resolve()
     warning_s = resume.warning_s(run_dir, c.cluster.slurm)
     if text := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
@@ -185,7 +187,7 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
 
 
 def submit_helper(run_dir: Path, text: str, work: Callable[[], object]) -> int:
-    """Submit a job that helps a run, and print its id. Return a command's exit code."""
+    """Submit a job that helps a run, and print its id. Return the command's exit code."""
     try:
         print(Executor(sbatch.folder(run_dir), text).submit(work).job_id)
     except FailedJobError as error:
@@ -209,12 +211,13 @@ class Run:
         try:
             return self._run()
         except (local.InUse, EndedBySlurm):
-            raise  # The jobs that help are another launch's, or the next attempt's.
+            raise  # leaving jobs that help to another launch or the next attempt
         except (RunFailed, ConfigError):
             lent.cancel_all(self.run_dir)
             raise
 
     def _run(self) -> str:
+        """Run one attempt; then requeue the job, or cancel jobs that help. Return how it ended."""
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
         try:
             with _locked(self.run_dir):
@@ -279,8 +282,8 @@ class Run:
         return outcome
 
     def _write_views(self, c: Config, within_s: float | None = None) -> None:
-        """Write trace and report, in at most `within_s` seconds: those of a long run take minutes,
-        which a job near its time limit has not."""
+        """Write trace and report, each kind of view in at most `within_s` seconds. Those of a long
+        run take minutes, and a job near its time limit has no time for that."""
         process = multiprocessing.get_context("fork").Process
         for part in extensions.modules("views").values():
             writing = process(target=part.write, args=(c.observe, self.run_dir))
@@ -298,7 +301,7 @@ class Run:
         job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
         lost = resume.requeues_without_checkpoint(self.run_dir, job, done)
         if lost >= most:
-            if not outcome.interrupted:  # There is time, and no attempt follows.
+            if not outcome.interrupted:  # time left, and no further attempt
                 self._write_views(c)
             raise RunFailed(
                 f"given up after {lost} requeues without a new checkpoint "
@@ -325,9 +328,9 @@ def _restarts() -> int:
 
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder, once the launch that submitted this job, or an earlier attempt on a
-    lost node, has released it. If it is held for longer than `RELEASE_S`, raise `local.InUse` in
-    the job's first attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
+    """Lock the run's folder. Wait until the launch that submitted this job, or an earlier attempt
+    on a lost node, has released it. After `RELEASE_S`, raise `local.InUse` in the job's first
+    attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
     end = time.monotonic() + RELEASE_S
     printed = False
     with ExitStack() as stack:
@@ -349,16 +352,17 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
-    """Warn this process before the time limit if Slurm would warn too late: the interval of Slurm's
-    warning was fixed at submission, and saving may have turned out to take longer."""
+    """Send this process SIGUSR2 before the time limit if Slurm would send it too late. Slurm's
+    warning time was fixed at submission, and saving may take longer than was known then."""
     over = threading.Event()
 
     def watch() -> None:
         end = None
         while not over.wait(POLL_S):
             needed = resume.warning_s(run_dir, slurm)
+            # Slurm's own warning comes in time if it is this early.
             if needed <= slurm.warning_s:
-                continue  # Slurm's own warning comes in time.
+                continue
             end = commands.end_time(ANSWER_S) if end is None else end
             if end is not None and time.time() > end - needed:
                 print(
@@ -379,10 +383,10 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
 
 
 def _is_cancelled(run_dir: Path, c: Config) -> bool:
-    """True if somebody has cancelled this job (scancel) after the warning of its time limit:
-    SIGTERM came before the limit, at which Slurm sends it too. A job that was warned earlier is
-    preempted, and gets SIGTERM when its time of grace is over. Slurm may warn up to a minute too
-    early."""
+    """True if a user has cancelled this job (scancel) after the warning of its time limit: SIGTERM
+    arrived well before the limit, at which Slurm sends SIGTERM itself. A job that was warned even
+    earlier is preempted, and Slurm sends SIGTERM at the end of its grace time. Slurm may warn up to
+    a minute too early."""
     if c.cluster.slurm is None or signal.SIGTERM not in batch.received:
         return False
     end, warning_s = commands.end_time(ANSWER_S), resume.warning_s(run_dir, c.cluster.slurm)
@@ -390,8 +394,8 @@ def _is_cancelled(run_dir: Path, c: Config) -> bool:
 
 
 def _refuse_shared_nodes() -> None:
-    """Raise `RunFailed` if a node is in two components of this job: srun then starts no rank and
-    never ends, since its PMI has one socket per job and node. Raises `commands.SlurmError`."""
+    """Raise `RunFailed` if a node is in two components of this job. srun would start no rank and
+    never end, since its PMI has one socket per job and node. Raises `commands.SlurmError`."""
     nodes: dict[str, str] = {}
     for group in range(int(os.environ.get("SLURM_HET_SIZE", "0"))):
         listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
@@ -410,8 +414,8 @@ def _refuse_shared_nodes() -> None:
 
 def _end_old_steps() -> None:
     """End the steps of an earlier attempt. When the first node is lost, Slurm requeues only its
-    component. On the other nodes the last attempt's step still runs, and srun can't start a new one
-    beside it. Raises `NotNow` if such a step won't end, and `commands.SlurmError`."""
+    component. On other nodes the last attempt's step still runs, and srun can't start a new step
+    beside it. Raises `NotNow` if such a step doesn't end, and `commands.SlurmError`."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
@@ -420,7 +424,7 @@ def _end_old_steps() -> None:
     while old := _numbered_steps(jobs):
         if time.monotonic() >= kill_at:
             print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-            with suppress(commands.SlurmError):  # The step may have ended: the next poll shows it.
+            with suppress(commands.SlurmError):  # a step that has ended meanwhile
                 commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
             kill_at = time.monotonic() + KILL_AGAIN_S
         if time.monotonic() > end or batch.received:
@@ -429,8 +433,8 @@ def _end_old_steps() -> None:
 
 
 def _numbered_steps(jobs: Sequence[str]) -> list[str]:
-    """Return the ids of the steps that srun started, such as 12.0. This process's own, 12.batch, is
-    not one. Raises `commands.SlurmError`."""
+    """Return the ids of the steps that srun started, such as 12.0. This process's own step,
+    12.batch, has no number and is left out. Raises `commands.SlurmError`."""
     listed = commands.ask(
         ["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)]
     )
@@ -438,7 +442,7 @@ def _numbered_steps(jobs: Sequence[str]) -> list[str]:
 
 
 def _environment(c: Config) -> dict[str, str]:
-    """Return srun's environment. Variables in cluster.env go to all ranks."""
+    """Return srun's environment, which has variables of one component only from cluster.env."""
     return {
         name: value
         for name, value in local.environment(c).items()

@@ -1,5 +1,5 @@
-"""Show how far a run has come and what it has cost. Of its Slurm job, show every component's state
-and exit reason, and the ranks that failed.
+"""Show how far a run has come and what it has cost. If it is a Slurm job, also show the state and
+exit reason of every component, and the ranks that failed.
 
     python -m rose.launch.state outputs/NAME [outputs/OTHER ...]
 
@@ -49,16 +49,16 @@ ACTIVE = {
     "STAGE_OUT",
 }
 STARTED = {"RUNNING", "STOPPED", "SUSPENDED"}  # states of a job that has its nodes
-# States of a job that ended by itself or by the cluster, so that a user wants to know the cause.
+# States of a job that ended by itself or by the cluster: the end of its log is shown.
 FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 TAIL_LINES = 15  # lines of a failed job's log that are shown
-# squeue's reasons for which a job waits until somebody changes the job or the limit (its manual).
+# Reasons of squeue's for which a job waits until the job or a limit is changed (squeue's manual).
 REFUSED = re.compile(
     r"(QOS|Assoc)(Max|Min)\w*PerJob|PartitionTimeLimit|InvalidQOS|InvalidAccount|BadConstraints"
 )
 # Part of squeue's message for a job that ended some minutes ago, or never existed.
 UNKNOWN_JOB = "invalid job id"
-FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
+FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")  # sacct's names
 
 
 class JobState(NamedTuple):
@@ -74,7 +74,7 @@ class JobState(NamedTuple):
 
 def remember(run_dir: Path, job: str) -> None:
     """Record the id of the job that a run was submitted as."""
-    path = _note(run_dir)
+    path = _job_file(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, f"{job}\n".encode())
 
@@ -82,7 +82,7 @@ def remember(run_dir: Path, job: str) -> None:
 def submitted(run_dir: Path) -> str | None:
     """Return the id of the job that the run was last submitted as; None if it never was. Raises
     RuntimeError if the file with the id can't be read, or holds no id."""
-    path = _note(run_dir)
+    path = _job_file(run_dir)
     try:
         job = path.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -96,10 +96,10 @@ def submitted(run_dir: Path) -> str | None:
 
 def components(job: str) -> list[JobState]:
     """Return every component's state; empty if Slurm no longer knows the job, or has no commands
-    here. The controller (squeue) overrides the accounting (sacct), which is a moment late but
-    remembers a job for longer.
+    here. Rows of the controller (squeue) override rows of the accounting (sacct), which is a moment
+    late but remembers a job for longer.
 
-    Raises RuntimeError if Slurm doesn't answer, or prints no states of jobs: a run must not count
+    Raises RuntimeError if Slurm doesn't answer, or prints no states of jobs. So a run doesn't count
     as ended because the controller was busy.
     """
     sacct = ["sacct", "--noheader", "--parsable2", "--allocations", "--format", ",".join(FIELDS)]
@@ -115,12 +115,13 @@ def is_active(job: str) -> bool:
 
 
 def cannot_start(job: str) -> str:
-    """Return why a waiting job will never start; '' for any other job. It may ask for more than a
-    limit allows. Or a component has ended: Slurm (22.05) leaves a heterogeneous job like that if
-    the node of its first component was set DOWN by hand while its slurmd lived on."""
+    """Return why a waiting job will never start; "" for any other job. There are two reasons:
+    1. The job asks for more than a limit allows.
+    2. One of its components has ended. Slurm (22.05) leaves a heterogeneous job in this state if
+       somebody set the node of its first component DOWN while the node's slurmd lived on."""
     found = components(job)
     states = {component.job: component.state for component in found}
-    over = [name for name, now in states.items() if now not in ACTIVE]
+    ended = [name for name, state in states.items() if state not in ACTIVE]
     if "PENDING" not in states.values():
         return ""
     refused = {c.reason for c in found if c.state == "PENDING" and REFUSED.match(c.reason)}
@@ -131,10 +132,10 @@ def cannot_start(job: str) -> str:
             "qos, account, partition, constraint, nodes, GPUs and CPUs are keys of "
             "cluster.slurm.trainer and cluster.slurm.rollout"
         )
-    if not over:
+    if not ended:
         return ""
     return (
-        f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel "
+        f"its component {', '.join(ended)} has ended, so Slurm will never start the rest: `scancel "
         f"{job}`, and the same launch.py command continues the run"
     )
 
@@ -160,7 +161,7 @@ def show(run_dir: Path, console: Console) -> bool:
     for name in FIELDS:
         table.add_column(name)
     for component in found:
-        table.add_row(*map(escape, component))  # A list of nodes may have brackets.
+        table.add_row(*map(escape, component))  # brackets in lists of nodes, which are no markup
     if found:
         console.print(table)
     elif shutil.which("squeue") is None:
@@ -171,8 +172,8 @@ def show(run_dir: Path, console: Console) -> bool:
         )
     else:
         console.print(f"job {job}: Slurm knows nothing of it any more", soft_wrap=True)
-    if hopeless := cannot_start(job):
-        console.print(hopeless, soft_wrap=True)
+    if reason := cannot_start(job):
+        console.print(reason, soft_wrap=True)
     _show_failure(run_dir, job, found, console)
     _show_ranks(run_dir, found, console)
     show_run(run_dir, console)
@@ -216,8 +217,8 @@ def show_run(run_dir: Path, console: Console) -> bool:
 
 
 def progress(run_dir: Path, status: Status) -> str:
-    """Return one line: the step, its phase and how long ago the run reported it, and what is
-    saved."""
+    """Return one line: the step, its phase, how long ago the run reported them, and the last saved
+    step."""
     newest = checkpoint.latest(run_dir)
     saved = f"saved after step {checkpoint.step_of(newest)}" if newest else "nothing is saved yet"
     if status.phase == "done":
@@ -295,7 +296,7 @@ def _ask(command: list[str]) -> str | None:
     return None
 
 
-def _note(run_dir: Path) -> Path:
+def _job_file(run_dir: Path) -> Path:
     return Path(run_dir) / "status" / "job"
 
 

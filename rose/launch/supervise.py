@@ -1,17 +1,16 @@
-"""Watch a started job until it ends. Leave no process behind, and no shared memory of processes
-that are killed on this machine.
+"""Watch a started job until it ends. Afterwards none of its processes is left, and no shared memory
+of processes that were killed on this machine.
 
-The job ends when a rank dies, when a trainer rank keeps the others waiting too long, and when the
-run's folder takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
-to stop:
+The job is ended when a rank dies, when a trainer rank keeps the others waiting too long, or when no
+file can be written to the run's folder. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the
+coordinator to stop:
 1. during a rollout or an evaluation it saves the last finished step at once;
 2. during training it waits for the end of the step, if that comes soon enough
    (`resume.step_end_s`), and saves it; otherwise the run continues from its last checkpoint.
 
-Stopping and dismissing the other ranks may take `resume.end_s` from the signal:
-cluster.stop_timeout_s, or less if Slurm's warning is shorter. Then everything is killed, as after a
-second signal. Every wait has a deadline. Left out: decisions inside the run, which are the
-coordinator's.
+The coordinator then dismisses the other ranks. All of this may take `resume.end_s` from the signal,
+which is less if Slurm has warned the job. Then every process is killed, as after a second signal.
+Every wait has a deadline. Left out: decisions inside the run, which are the coordinator's.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ from rose.transfer import mirror
 
 POLL_S = 0.2  # seconds between two polls of the ranks and their status files
 POLL_SLURM_S = 1.0  # seconds between two polls on a cluster, whose file system others use too
-# Seconds from the first dead rank found to naming the cause. Others may have died before it, and
-# their guards are still writing.
+# Seconds from finding a dead rank to naming the cause. Another rank may have died earlier, and its
+# guard may still be writing.
 SETTLE_S = 0.6
 FAILURE_GRACE_S = 5.0  # seconds for the other ranks to end by themselves once one is dead
 PROBE_S = 5.0  # seconds between two tries to write a small file into the run's folder
 # Seconds for counting the run's use of the disk, when an attempt begins and when the disk is full.
 MEASURE_S = 5.0
-UNREAD_S = 60.0  # seconds for which the ranks' status files may not be readable
+UNREAD_S = 60.0  # seconds for which the ranks' status files may be unreadable
 READ_MAPS_S = 1.0  # seconds for reading processes' memory maps; thousands take some 10 ms
 KILL_S = 10.0  # seconds for the kernel to carry out SIGKILL
 TAIL_LINES = 15  # lines of a rank's log in the message of a failure
-# Parts of CUDA's messages about failed hardware, which another attempt may not get again.
+# Parts of CUDA's messages about failed hardware. Another attempt may run on other hardware.
 FAULTS = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
@@ -79,8 +78,8 @@ class Outcome:
 
     @property
     def requeues(self) -> bool:
-        """True if Slurm shall start another attempt. A rank lost after SIGTERM is no reason:
-        somebody cancelled the job (scancel)."""
+        """True if Slurm shall start another attempt. A rank that is lost after SIGTERM is no
+        reason, since a user cancelled the job (scancel)."""
         return self.interrupted == signal.SIGUSR2 or (self.lost_rank and not self.interrupted)
 
 
@@ -112,8 +111,8 @@ class Job:
         return POLL_SLURM_S if self.cluster.kind == "slurm" else POLL_S
 
     def statuses(self) -> dict[int, RankStatus]:
-        """Return the status of every rank that has reported, by rank. If a file can't be read, as
-        for a moment on NFS while its rank replaces it, return those of the last good read."""
+        """Return the status of every rank that has reported, by rank. If a file can't be read,
+        return the last statuses that could: on NFS this happens while a rank replaces its file."""
         try:
             self.read = rank_status.read_all(self.run_dir, self.attempt)
             self.read_at, self.unread = time.monotonic(), ""
@@ -140,9 +139,10 @@ class Job:
             end_all(self.process)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            mirror.remove_left(self.run_dir)  # Ranks that were killed leave their mirrors.
+            mirror.remove_left(self.run_dir)  # mirrors of ranks that were killed
 
     def _watch(self) -> Outcome:
+        # Monotonic seconds by which the ranks must appear, the coordinator stop, the others leave.
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
         asked = False  # True once the coordinator was asked to stop
         while True:
@@ -155,7 +155,7 @@ class Job:
                 return outcome
             states = self.statuses()
             if self._all_done(states):
-                with contextlib.suppress(subprocess.TimeoutExpired):  # `end_all` kills it.
+                with contextlib.suppress(subprocess.TimeoutExpired):  # left to `end_all`
                     self.process.wait(FAILURE_GRACE_S)
                 return Outcome(interrupted=self._interrupted())
             if len(self.signals) > 1:
@@ -185,9 +185,9 @@ class Job:
         return self.cluster.slurm is not None and self.signals[:1] == [signal.SIGUSR2]
 
     def _stopped(self) -> bool:
-        """True if the coordinator was asked to stop and did: with code 0, or by SIGTERM itself
-        before it handled signals, when it had nothing to save. How the other ranks end no longer
-        matters: they may be slow, or miss the request."""
+        """True if the coordinator was asked to stop and has ended: with code 0, or by SIGTERM
+        before it handled signals, when it had nothing to save. The other ranks may then be slow or
+        fail without consequence, since they may not have received the request."""
         coordinator = self.statuses().get(0)
         return (
             bool(self.signals)
@@ -196,15 +196,16 @@ class Job:
         )
 
     def _finished(self, failure: str) -> bool:
-        """True if the run has finished in this attempt, so that all is saved. Then print what
-        failed afterwards, while the ranks were leaving."""
+        """True if the run has finished in this attempt, so that all is saved. In this case print
+        `failure`, which happened while the ranks were leaving."""
         mark = resume.finished_mark(self.run_dir)
         if not mark or self.finished in (None, mark):
-            return False  # A folder that is gone has no mark, either.
+            return False
         print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
         return True
 
     def _failure(self, deadlines: dict[str, float]) -> str:
+        """Return what has failed by now; "" if nothing has."""
         states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm
         if self.unread and now > self.read_at + UNREAD_S:
             folder = rank_status.folder(self.run_dir, self.attempt)
@@ -229,13 +230,13 @@ class Job:
         return ""
 
     def _ended_early(self, states: dict[int, RankStatus]) -> str:
-        """Return what failed if a rank or the starter has ended; "" if none has, or while that is
-        unknown: until the statuses can be read again, ranks that have ended well since the last
+        """Return what failed if a rank or the starter (mpiexec, srun) has ended early; "" if none
+        has. Also return "" while statuses can't be read: a rank that has ended well since the last
         read would seem to have vanished."""
         starter_gone = self.process.poll() is not None and not self._all_done(states)
         if self.unread or not (starter_gone or self._dead(states)):
             return ""
-        time.sleep(SETTLE_S)  # The rank that failed first, or a guard, may still be writing.
+        time.sleep(SETTLE_S)  # time for other dead ranks, and guards, to write
         states = self.statuses()
         dead = self._dead(states) or self._dead(states, starter_gone)
         if self.unread:
@@ -256,9 +257,9 @@ class Job:
         )
 
     def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
-        """Return the failure of the trainer ranks that the others wait for; "" if none."""
+        """Return a text on the trainer ranks that hang while others wait for them; "" if none."""
         if self.unread:
-            return ""  # Old statuses would show a rank as silent.
+            return ""  # instead of taking old statuses for silence
         trainers = [s for s in states.values() if s.role is Role.TRAINER]
         hanging, most = self.beats.hanging(trainers, now)
         self.lost |= bool(hanging)
@@ -305,11 +306,11 @@ class Job:
             )
         grown = refused and disk.growth(self.before, disk.measure(self.run_dir, MEASURE_S))
         text = "\n".join(filter(None, [files.advice(refused, failure), grown, failure]))
-        text = files.printable(text)  # An agent's program may have printed what it quotes.
+        text = files.printable(text)  # since it quotes logs, with text of agents' programs
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:
-        """Describe the rank that failed first, which caused the others to fail, and set `lost`."""
+        """Describe the rank that failed first, which is why the others failed. Set `lost`."""
         first = min(dead, key=lambda status: status.since)
         self.lost = (
             first.exit_code is None
@@ -361,8 +362,8 @@ class Job:
         )
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Send SIGTERM to every rank, to those on other hosts through srun; then wait `grace_s`
-        seconds. Guards and mpiexec get none, because they end with their ranks."""
+        """Send SIGTERM to every rank, on other hosts through srun. Wait `grace_s` seconds for the
+        starter to end. Guards and mpiexec get no signal, because they end with their ranks."""
         running = [status for status in self.statuses().values() if status.state == "running"]
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
@@ -386,21 +387,21 @@ def _is_here(status: RankStatus) -> bool:
 
 
 def _is_gone(status: RankStatus) -> bool:
-    """True if neither the process of a rank of this host nor its guard exists. While the guard
+    """True if the process of a rank on this host and its guard are both gone. While the guard
     lives, it may still be writing how the rank ended, for seconds on a busy machine."""
     return not psutil.pid_exists(status.pid) and not psutil.pid_exists(status.guard_pid)
 
 
 def end_all(process: subprocess.Popen) -> None:
-    """Kill every descendant of this process that stems from the job, adopted orphans too, until
-    none is left. Remove the shared memory of ranks whose MPI world was not complete. A process that
-    survives for `KILL_S`, because it hangs in the kernel or is another user's, is named on stderr
-    and left, so that the caller can still say how the job ended."""
+    """Kill every descendant of this process, adopted orphans too, until none is left. Remove the
+    shared memory of ranks whose MPI world was not complete. A process may survive for `KILL_S`,
+    because it hangs in the kernel or is another user's. Then print its pid and return, so that the
+    caller can still report how the job ended."""
     deadline = time.monotonic() + KILL_S
     while left := psutil.Process().children(recursive=True):
         _remove_shared([child.pid for child in left])
         for child in left:
-            with contextlib.suppress(psutil.Error):  # It has ended meanwhile, or is another user's.
+            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
                 child.kill()
         process.poll()
         for child in left:
@@ -418,8 +419,8 @@ def end_all(process: subprocess.Popen) -> None:
 
 def _remove_shared(pids: list[int]) -> None:
     """Call `mpi_process.remove_shared` for each process, in a thread that may take `READ_MAPS_S`.
-    The memory maps of a process that hangs in the kernel may not be readable, and that must not
-    keep the others from being killed."""
+    Reading the memory maps of a process that hangs in the kernel may hang too, and the caller must
+    still kill the others."""
     remover = threading.Thread(
         target=lambda: [mpi_process.remove_shared(pid) for pid in pids], daemon=True
     )

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rose.export.folder import write_shards
-from rose.export.weights import CheckpointWeights, places
+from rose.export.weights import CheckpointWeights, sources
 from rose.transfer import versions
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.receive import materialise
@@ -39,7 +39,7 @@ def run(request, tmp_path_factory):
 
 
 def test_a_checkpoint_and_the_store_give_the_same_folder(run, tmp_path):
-    step, found = places(run, 1)
+    step, found = sources(run, 1)
     assert step == 1 and [type(w).__name__ for w in found] == ["StoreWeights", "CheckpointWeights"]
     wanted = materialise(run / "weights" / "attempt-001", 1)
     before = materialise(run / "weights" / "attempt-001", 0)
@@ -95,10 +95,10 @@ def test_hashes_that_are_gone_or_of_another_version_are_said(run, tmp_path):
     shutil.copytree(run / "checkpoints" / "step-000001", copy)
     versions.hashes_file(copy, 1).unlink()
     with pytest.raises(TransferError, match="weights-00001.json: not there"):
-        places(tmp_path, 1)
+        sources(tmp_path, 1)
     shutil.copyfile(versions.hashes_file(copy, 0), versions.hashes_file(copy, 1))
     with pytest.raises(TransferError, match="weights-00001.json: has blocks of another rank than"):
-        places(tmp_path, 1)
+        sources(tmp_path, 1)
     copy.rename(copy.with_name("step-000002"))
     with pytest.raises(TransferError, match="of version 1, expected 2"):
-        places(tmp_path, 2)
+        sources(tmp_path, 2)

@@ -91,10 +91,10 @@ def test_a_template_that_ignores_tools_is_exported_as_training_wrote_it(run, tmp
     plain += "{%- endfor %}{{- '<|im_start|>assistant\n' }}"
     template = out / "chat_template.jinja"
     template.write_text(plain)
-    folder._name_template(out, model)
+    folder._write_template(out, model)
     once = template.read_text(encoding="utf-8")
     assert once.endswith(plain) and "To call a tool" in once
-    folder._name_template(out, model)
+    folder._write_template(out, model)
     assert template.read_text(encoding="utf-8") == once
 
 

@@ -120,7 +120,7 @@ def test_an_adapter_is_served_beside_the_model_that_it_was_trained_beside(make_c
     given = options(commands(make_config(LORA, *hub), folder, adapter=True)[0])
     assert (given["--model"], given["--revision"]) == (["Qwen/Qwen3-0.6B"], [commit])
     assert card.base_of(make_config(*hub)) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
-    assert card._header(make_config(*hub))["base_model"] == "Qwen/Qwen3-0.6B"
+    assert card._hub_header(make_config(*hub))["base_model"] == "Qwen/Qwen3-0.6B"
 
 
 def test_a_tokenizer_that_can_not_be_read_is_said(make_config, tmp_path):

@@ -1,7 +1,7 @@
-"""`rose doctor` tries what ROSE needs of a machine or cluster, and gives a `Finding` per
-part.
+"""`rose doctor` checks a machine or cluster for everything that ROSE needs. Each check gives a
+`Finding`.
 
-`machine`, `slurm` and `join` are the parts; `all_reduce`, `rank`, `host` and `joiner` are the
-programs that they start elsewhere. May import `rose.config`, `rose.launch`, `rose.comm` and the
-coordinator's half for borrowed ranks (`rose.coordinator.borrowed`); nothing imports it.
+`machine`, `devices`, `slurm` and `join` have the checks, which start the programs `all_reduce`,
+`rank`, `host` and `joiner`. May import `rose.config`, `rose.launch`, `rose.comm` and the
+coordinator's side of borrowing (`rose.coordinator.borrowed`); nothing imports it.
 """

@@ -1,13 +1,12 @@
-"""Find out what of ROSE will work on this machine or cluster, mostly in under a minute. Print a
-line per part: ok, warning, or failed with the remedy.
+"""Find out which parts of ROSE will work on this machine or cluster, mostly in under a minute.
+Print a line per part: ok, warning, or failed with the remedy.
 
     rose doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm]
 
-Starts a few processes. With cluster=slurm it also submits short jobs of one task: one over the two
-components of a run, one that a third job joins, and one with GPUs if cluster.gpus asks for some.
-With env=terminal env.args.tasks=FOLDER it runs the tests of each task. Leaves nothing behind. Exit
-code 0 if nothing failed. Left out: whether an experiment fits (launch.py with
-cluster.dry_run=true).
+Starts a few processes. With cluster=slurm it also submits short jobs: one with a task in each of a
+run's two components, a job that another job joins, and jobs with GPUs if cluster.gpus isn't 0. With
+env=terminal env.args.tasks=FOLDER it runs the tests of each task. Leaves nothing behind. Exit code
+0 if nothing failed. Left out: whether an experiment fits (launch.py with cluster.dry_run=true).
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ def main() -> int:
 
 
 def _refuse(words: str) -> int:
+    """Print why the configuration is bad; return the exit code."""
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     console.print(f"bad configuration: {words}")
     return 2
@@ -64,7 +64,7 @@ def _refuse(words: str) -> int:
 
 def examine(c: Config, folder: Path) -> Iterator[Finding]:
     """Yield every finding, in the order of the parts; the checks run side by side."""
-    holds_runs = machine.file_system(folder)  # The first, since other checks write there.
+    holds_runs = machine.file_system(folder)  # first, since other checks write there
     shared = folder if holds_runs.state != "failed" else None
     checks: list[Callable[[], list[Finding]]] = [
         lambda name=name: [machine.package(name)] for name in machine.PACKAGES

@@ -2,9 +2,9 @@
 
     python -m rose.parts.doctor.all_reduce BACKEND RANKS          BACKEND: nccl, a GPU per rank; gloo, in main memory
 
-Emits {"what": "all-reduce", "gib_per_s": ...}: bus bandwidth as in nccl-tests, 2 (n - 1) / n bytes
-/ seconds, which for any number of ranks n is comparable with the links' speed. Left out: several
-nodes.
+Emits {"what": "all-reduce", "gib_per_s": ...}: the bus bandwidth as in nccl-tests, which is
+2 (n - 1) / n bytes / seconds for n ranks. For any n it is comparable with the links' speed. Left
+out: several nodes.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(backend: str, ranks: int) -> None:
     if backend == "nccl" and (seen := torch.cuda.device_count()) < ranks:
         sys.exit(f"torch sees {seen} GPUs of {ranks}: no build for CUDA, or none for this driver")
     with tempfile.TemporaryDirectory(prefix="rose-doctor-") as folder:
-        rendezvous = f"{folder}/rendezvous"  # A file, since another process could take a port.
+        rendezvous = f"{folder}/rendezvous"  # a file, since another process could take a port
         torch.multiprocessing.spawn(_rank, (ranks, backend, rendezvous), nprocs=ranks)
 
 
@@ -42,7 +42,7 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
         backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=TIMEOUT
     )
     values = torch.full((FLOATS,), rank + 1.0, device=device)
-    dist.all_reduce(values)  # The first one makes the connections, and isn't timed.
+    dist.all_reduce(values)  # not timed, since the first one makes the connections
     wanted = ranks * (ranks + 1) / 2
     if not bool((values == wanted).all()):
         found = f"{values.min().item()} to {values.max().item()}"
@@ -52,7 +52,7 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
     began = time.monotonic()
     for _ in range(ROUNDS):
         dist.all_reduce(values)
-    values.sum().item()  # Wait for the device.
+    values.sum().item()  # a wait for the device
     seconds = time.monotonic() - began
     if rank == 0:
         emit(

@@ -23,7 +23,7 @@ from rose.launch import gpus
 from rose.parts.doctor.finding import IMPORT_S, Ended, Finding, emit, run
 
 FIELDS = "index,name,driver_version,memory.total,memory.free,compute_cap,mig.mode.current"
-# The oldest Linux driver for each version of CUDA, by its notes on "minor version compatibility".
+# CUDA's version -> the oldest Linux driver, by CUDA's notes on "minor version compatibility".
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 OLDEST_GPU = (8, 0)  # bfloat16, which all GPU presets train in, needs Ampere
 # Share of a GPU's memory that must be free. With less, another process is on it, and vLLM refuses.
@@ -66,7 +66,7 @@ def parse(text: str) -> list[Gpu]:
 
 
 def _number(cell: str) -> int:
-    return int(cell) if cell.isdigit() else 0  # A GPU in MIG mode has "[N/A]".
+    return int(cell) if cell.isdigit() else 0  # "[N/A]" for a GPU in MIG mode
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
@@ -154,7 +154,7 @@ def named(wanted: int) -> list[Finding]:
     try:
         names = gpus.given(gpus.installed(), variable)
     except ConfigError:
-        return []  # The variable has an unknown name, which rose/parts/doctor/machine.py reports.
+        return []  # an unknown name, which rose/parts/doctor/machine.py reports
     if variable is None or len(names) >= wanted:
         return []
     words = f"names {len(names)} GPUs; the run wants {wanted}"
@@ -229,7 +229,7 @@ def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
 
 def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Finding:
     """Return the finding about room for NCCL, vLLM's queues, and the mirror of new weights.
-    `too_small`: the state if NCCL and the queues have no room."""
+    `too_small`: the finding's state if NCCL and the queues have no room."""
     part = str(folder)
     try:
         size = os.statvfs(folder)
@@ -252,7 +252,7 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
 
 
 def findings(done: Ended) -> list[Finding]:
-    """Return the findings of this program on another node."""
+    """Return the findings that this program has emitted on another node."""
     found = [
         Finding(e["state"], f"{e['part']} on {e['node']}", e["words"], e["remedy"])
         for e in done.events()
@@ -263,10 +263,10 @@ def findings(done: Ended) -> list[Finding]:
 
 
 def emit_torch() -> None:
-    """Emit, as one event, what torch can do with this machine's GPUs: {"what": "torch", "version",
-    "cuda": what it was built for or null, "count", "error": "" if it computes on each, "no_peer":
-    pairs that can't read each other's memory}. Called in a process of its own (`python -m
-    rose.parts.doctor.devices torch`), since a broken driver can end it."""
+    """Emit one event on how torch works with this machine's GPUs: {"what": "torch", "version",
+    "cuda": the version that torch was built for or null, "count", "error": "" if torch computes on
+    each GPU, "no_peer": pairs that can't read each other's memory}. Call this in a process of its
+    own (`python -m rose.parts.doctor.devices torch`), since a broken driver can end the process."""
     import torch
 
     count, error, no_peer = 0, "", []

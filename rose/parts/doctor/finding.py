@@ -1,5 +1,5 @@
-"""Define a finding, which is the doctor's result about one part, and run the processes that find
-it, here or by srun. Imports nothing but the standard library."""
+"""A `Finding`, the doctor's result about one part, and the processes that findings come from, here
+or by srun. Imports nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_S = 5.0  # seconds for a process to end after SIGTERM
 # jobs, runs every 30 s by default.
 QUEUE_S = 40
 GPUS_S = IMPORT_S + DEADLINE_S  # seconds to import torch and then compute on the GPUs
-CPUS_PER_GPU = 2  # a process per GPU imports torch, and NCCL has a thread beside it
+CPUS_PER_GPU = 2  # CPUs for the GPU's process and its NCCL thread
 _MAX_BYTES = 2**20  # bytes of a process's output that are read
 _POLL_S = 0.02  # seconds between two polls of a process and its output
 _EVENT = '{"what": '
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The exit code of a process (124: it had to be ended), and its output."""
+    """The exit code of a process (124: it runs, or was ended at its deadline), and its output."""
 
     code: int
     out: str
@@ -53,15 +53,15 @@ class Ended(NamedTuple):
         return (ours or lines)[-1].strip()
 
     def events(self) -> list[dict[str, Any]]:
-        """Return what the process printed by `emit`, in order. An event may begin within a line: a
-        launcher that merges the output of several ranks can insert it before another event's line
-        break."""
+        """Return the events that the process printed by `emit`, in order. An event may begin within
+        a line: a launcher that merges the output of several ranks can insert it before another
+        event's line break."""
         found, at = [], self.out.find(_EVENT)
         while at >= 0:
             try:
                 content, end = _DECODER.raw_decode(self.out, at)
             except ValueError:
-                end = at + 1  # Other output, of a library or of Slurm, or an incomplete event.
+                end = at + 1  # other output, of a library or of Slurm, or an incomplete event
             else:
                 found.append(content)
             at = self.out.find(_EVENT, end)
@@ -70,7 +70,7 @@ class Ended(NamedTuple):
 
 def emit(what: str, **details: Any) -> None:
     """Print an event of a program that the doctor started, for `Ended.events`."""
-    # One write, where print would make two that other output can separate.
+    # One write: print writes the line break separately, perhaps after other output.
     sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")
     sys.stdout.flush()
 
@@ -106,8 +106,8 @@ class Child:
         return Ended(124 if code is None else code, out, err)
 
     def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
-        """Wait until `enough` is true and return True. Return False if the process ends before
-        that, or after `deadline_s`."""
+        """Wait until `enough` is true of the output, and return True. Return False after
+        `deadline_s`, or if the process ends first."""
         end = time.monotonic() + deadline_s
         while not enough(self.so_far()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -145,13 +145,13 @@ def run(
 
 
 def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[str]:
-    """Return the beginning of a command that runs as a Slurm job of at most `work_s` seconds, in
-    whole minutes. The command fails if the job doesn't start within `queue_s` seconds."""
+    """Return the beginning of a command that runs as a Slurm job. Its time limit is `work_s`,
+    rounded up to minutes. It fails if the job doesn't start within `queue_s` seconds."""
     return ["srun", f"--immediate={queue_s}", f"--time={math.ceil(work_s / 60)}", *options]
 
 
 def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
-    """Return srun's options for one task on a node of this component; with GPUs only if the run has
+    """Return srun's options for one task on a node of this component, with GPUs if the run has
     some."""
     options = {n: getattr(component, n) for n in ("partition", "account", "qos", "constraint")}
     named = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -160,8 +160,8 @@ def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
 
 
 def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:
-    """Return the options for a task that computes on `gpus` GPUs of the node: with CPUs for them,
-    and with the memory that ranks have. If ranks have all of a node's memory ("0"), ask for none: a
-    node with other jobs can't give it."""
+    """Return srun's options for a task that computes on `gpus` GPUs of the node: with CPUs for
+    them, and with the memory that ranks request. If ranks request all of a node's memory ("0"),
+    request none, since a node with other jobs can't give all."""
     memory = [f"--mem={component.mem}"] if component.mem not in (None, "0") else []
     return [*task(c, component, gpus), f"--cpus-per-task={CPUS_PER_GPU * gpus}", *memory]

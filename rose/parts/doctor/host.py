@@ -1,10 +1,10 @@
-"""Run the coordinator's side of a join without a run: only its half for borrowed ranks.
+"""Run the coordinator's side of a join without a run: only its code for borrowed ranks.
 
     python -m rose.parts.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
 
-It is started as a run's ranks are (mpiexec or srun), so that the porters start where a
-coordinator's would. Prints `open`, then every join, first message, loss and leave. Ends when one
-rank was lost and one has left, or after `HOST_S`.
+It is started as a run's ranks are, by mpiexec or srun. So its porters, the processes that accept
+joining ranks, start where a coordinator's would. Prints `open`, then every join, first message,
+loss and leave. Ends when one rank was lost and one has left, or after `HOST_S`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_ADDRESS = 1  # address of the first borrowed rank; this process's own worl
 
 
 class Listener:
-    """A stand-in for the run's turns, which takes the messages of borrowed ranks."""
+    """A stand-in for the coordinator's turns, which receive the messages of borrowed ranks."""
 
     version = 0
 
@@ -48,7 +48,7 @@ class Listener:
 
 
 async def host(c: Config, run_dir: Path) -> None:
-    """Wait for the ranks that join and leave. Raises the error that ends the coordinator's half."""
+    """Wait for the ranks that join and leave. Raises the error that ends the coordinator's side."""
     listener, left = Listener(), asyncio.Event()
 
     def changed(what: str, detail: str) -> None:
@@ -68,7 +68,7 @@ async def host(c: Config, run_dir: Path) -> None:
     await asyncio.wait({serving, seen}, timeout=HOST_S, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
-    serving.cancel()  # This ends the porters.
+    serving.cancel()  # the end of the porters, too
     await asyncio.wait({serving})
 
 
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1])
     asyncio.run(host(configuration.load(directory / "config.json"), directory))
     sys.stdout.flush()
-    os._exit(0)  # Skip MPI's Finalize, which can abort after a peer's death.
+    os._exit(0)  # no MPI Finalize, which can abort after a peer's death

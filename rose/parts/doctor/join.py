@@ -2,8 +2,8 @@
 serving ranks do and is killed, then a second one joins.
 
 The events of the coordinator's side (rose/parts/doctor/host.py) decide whether the check has
-passed. If it has not, the cause is a porter's error, a fault that the coordinator's side reported,
-or else the last line of the joining side (rose/parts/doctor/joiner.py).
+passed. If not, the cause is the first of these: an error of a porter (which accepts a joining
+rank), a fault of the coordinator's side, or the last line of the joining side (joiner.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PART = "join and survive a killed peer"
 QUEUE_S = 15  # seconds that each job may wait; plain jobs start as soon as there is room
 OPEN_S = 60.0  # seconds for the coordinator's side to start
 JOIN_S = 150.0  # seconds for two ranks to join and one to be found lost, on busy nodes
-# Seconds of silence, at least, after which a rank counts as lost. The other checks keep the cores
-# busy, and a slow rank must not count as lost.
+# Least seconds of silence after which a rank counts as lost. Other checks keep the cores busy, and
+# a slow rank must not count as lost.
 LOST_AFTER_S = 5.0
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false borrows no ranks"
 # (event, number of the borrowed rank, failure if the event is missing), in order.
@@ -41,12 +41,12 @@ STAGES = (
 
 
 def local(c: Config, folder: Path | None) -> Finding:
-    """Try both sides on this machine."""
+    """Run both sides on this machine."""
     return _join(c, folder, [*launcher.MPIEXEC, "-n", "1"], lambda _: [()])
 
 
 def over_nodes(c: Config, folder: Path | None) -> Finding:
-    """Try each side as a job of its own, on two nodes if two are free."""
+    """Run each side as a job of its own, on two nodes if two are free."""
     host = [*srun(*c.cluster.mpi.srun, queue_s=QUEUE_S), *task(c, c.cluster.slurm.trainer)]
     joiner = [
         *srun("--mpi=none", "--kill-on-bad-exit=0", queue_s=QUEUE_S),
@@ -96,6 +96,7 @@ def _join(
 
 
 def _nodes(ended: Ended, what: str) -> list[str]:
+    """Return the node of each event of this kind."""
     return [event["node"] for event in ended.events() if event["what"] == what]
 
 

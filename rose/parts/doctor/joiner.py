@@ -51,20 +51,21 @@ def main(run_dir: Path) -> int:
 
 
 def _rank(run_dir: Path, dies: bool) -> NoReturn:
+    """Run one rank in this forked process, and end the process."""
     code = 1
     try:
         code = _take_part(join.Application(run_dir), dies)
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)  # Skip MPI's Finalize, as `rose serve` does.
+    os._exit(code)  # no MPI Finalize, as in `rose serve`
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
-    """Join and answer heartbeats; after `BEATS` of them kill this process if it `dies`, else leave.
-    Raises `TimeoutError` if the host falls silent."""
+    """Join and answer heartbeats. After `BEATS` of them kill this process if it `dies`; otherwise
+    leave. Raises `TimeoutError` if the host doesn't dismiss the rank within `STAY_S`."""
     answer = application.ask(ANSWER_S)
-    from rose.comm.link import Link  # This initialises MPI, which reads its environment now.
+    from rose.comm.link import Link  # start of MPI, which reads its environment now
 
     link = Link(application.connect(answer.port))
     link.send(encode(p.JoinHello(application.token, answer.worker)))

@@ -67,13 +67,13 @@ def file_system(folder: Path) -> Finding:
 
 
 def parts() -> list[Finding]:
-    """Return what the parts of ROSE report of this machine."""
+    """Return the findings of ROSE's parts (rose/parts) about this machine."""
     return [each for part in extensions.modules("doctor").values() for each in part.findings()]
 
 
 def tasks(c: Config) -> list[Finding]:
-    """Run the tests of all tasks once, of each environment that can try them (`trial`). It takes as
-    long as they take, and a test that hangs takes its time limit."""
+    """Run the tests of every task once, in each environment that has a method `trial`. A test that
+    hangs takes its whole time limit."""
     findings = []
     for key, member in c.environments.values():
         try:
@@ -86,13 +86,13 @@ def tasks(c: Config) -> list[Finding]:
         if wrong:
             findings.append(Finding("failed", part, "; ".join(wrong[:8]) + more))
         elif count:
-            findings.append(Finding("ok", part, "the tests of each end, and want something done"))
+            findings.append(Finding("ok", part, "all tests end, and fail before any work is done"))
     return findings
 
 
 def gpus(c: Config) -> list[Finding]:
-    """Return the findings about this machine's GPUs, and about NCCL between those that were given.
-    MIG slices are left out, since NCCL connects none."""
+    """Return the findings about this machine's GPUs, and about NCCL between those that this process
+    may use. MIG slices are left out, since NCCL connects none."""
     found = devices.examine(c)
     try:
         names = launcher.given(launcher.installed(), os.environ.get(launcher.VARIABLE))
@@ -105,14 +105,14 @@ def gpus(c: Config) -> list[Finding]:
 def nccl(
     count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S
 ) -> Finding:
-    """Try an all-reduce over `count` GPUs, as ranks do it, here or where `python` (an srun)
-    starts."""
+    """Try an all-reduce over `count` GPUs, as ranks do it: on this machine, or on another node if
+    `python` is a command with srun."""
     argv = [*python, "-m", "rose.parts.doctor.all_reduce", "nccl", str(count)]
     return reduced(run(argv, local.environment(c), deadline_s), count)
 
 
 def reduced(done: Ended, count: int) -> Finding:
-    """Return the finding from the end of rose.parts.doctor.all_reduce."""
+    """Return the finding from the output of rose.parts.doctor.all_reduce."""
     part = f"NCCL between {count} GPUs"
     for event in done.events():
         if event["what"] == "all-reduce" and done.code == 0:

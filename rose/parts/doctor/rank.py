@@ -19,7 +19,7 @@ from rose.parts.doctor.finding import Ended, Finding, emit
 
 ROUNDS = 5  # files that go to the other node and are answered
 SEEN_S = 10.0  # seconds for a file to appear on the other node, else the folder isn't shared
-SLOW_S = 1.0  # seconds for a file to appear from which the user is warned
+SLOW_S = 1.0  # seconds for a file to appear, above which the user is warned
 POLL_S = 0.005
 PART = "files seen between nodes"
 
@@ -81,7 +81,7 @@ def _appears(path: Path) -> bool:
 
 
 def files(done: Ended, folder: Path) -> Finding:
-    """Return the finding about `folder` from two sides' events."""
+    """Return the finding about `folder` from the events of both sides."""
     events = [event for event in done.events() if event["what"] == "files"]
     unseen = next((event for event in events if "missing" in event), None)
     if unseen is not None:

@@ -22,8 +22,8 @@ def examine(c: Config, folder: Path | None) -> list[Finding]:
         return found
 
     def in_turn() -> list[Finding]:
-        """Run the small jobs first, since the one over two components may wait for nodes and delay
-        them."""
+        """Run the small jobs of a join first. The job over two components may wait for nodes and
+        would delay them."""
         last = join.over_nodes(c, folder)
         return [*over_components(c, folder), last]
 
@@ -91,8 +91,8 @@ def _kinds_of_mpi(c: Config) -> list[Finding]:
 
 
 def over_components(c: Config, folder: Path | None) -> list[Finding]:
-    """Run a heterogeneous job with a task in each component: files between nodes, and one MPI
-    world."""
+    """Run a heterogeneous job with a task in each component, which checks files between nodes and
+    one MPI world."""
     argv = srun(*c.cluster.mpi.srun)
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True

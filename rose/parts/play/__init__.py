@@ -1,7 +1,7 @@
-"""The trained policy plays a held-out task in the terminal, or talks with the user.
+"""Let the trained policy play a held-out task in the terminal, or talk with the user.
 
 `source` finds the policy and the task, `policy` runs the engine, `game` plays one task, `talk`
-holds a conversation, `typed` reads what a person types, `screen` draws, and `session` decides the
-order. The package stands above the environment host and the engine and uses both as a run does. It
-knows no MPI and no trainer.
+holds a conversation, `typed` reads a person's lines, `screen` draws, and `session` decides the
+order. The package uses the environment host and the engine as a run does, without MPI and without a
+trainer.
 """

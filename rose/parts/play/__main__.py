@@ -1,14 +1,14 @@
 """Watch the trained policy play a held-out task, play it yourself, or talk with the policy.
 
     rose play outputs/NAME                     the newest version plays a held-out task
-    rose play outputs/NAME --before            so does the first version, on the same task
+    rose play outputs/NAME --before            the first version, then the newest, on one task
     rose play outputs/NAME --human             you play
     rose play outputs/NAME --task 17 --version 40 --temperature 0
     rose play my-model env=frozen_lake         a model that rose export wrote, in any environment
 
 Environments of one question and one answer (env=prompts) are a conversation: you type, the policy
-answers. Programs (env=agent, env=verifiers) run, and each of their calls is shown. It works while
-the run goes on, which it doesn't disturb, and without a terminal, in plain text.
+answers. Programs (env=agent, env=verifiers) run, and each of their calls is shown. The command can
+be used while the run goes on, and doesn't disturb it. Without a terminal it prints plain text.
 
     0 played   1 the engine or the environment failed   2 bad arguments   130 Ctrl-C
 """
@@ -32,21 +32,22 @@ from rose.agent.guard import EnvironmentFailure, Interrupted
 from rose.config import ConfigError
 from rose.observe.terminal import echo
 
-TAIL_LINES = 15  # lines of the engine's log behind its error
+TAIL_LINES = 15  # lines of the engine's log below its error
 
 
 def main(arguments: list[str]) -> int:
-    """Play as the command line says; the process's exit code."""
+    """Play as the command line says. Return the exit code."""
     args = _parsed(arguments)
     scratch = Path(tempfile.mkdtemp(prefix="rose-play-"))
     try:
         with _quiet(scratch / "log") as complaints, _signals_raise():
-            return _ended(args, scratch, complaints)
+            return _run(args, scratch, complaints)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _ended(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
+def _run(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
+    """Play. Return the exit code, also after a bad configuration or a signal."""
     try:
         return asyncio.run(_play(args, scratch, complaints))
     except ConfigError as error:
@@ -58,6 +59,7 @@ def _ended(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
 
 
 async def _play(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
+    """Play. Return the exit code, also after a failure of the engine or the environment."""
     from rose.engine.start import EngineError
     from rose.parts.play.session import Session
     from rose.transfer.errors import TransferError
@@ -80,7 +82,7 @@ async def _play(args: argparse.Namespace, scratch: Path, complaints: Console) ->
 
 
 def _close(session) -> None:
-    """Release the terminal, so that later output stands below the game."""
+    """Release the terminal, so that later output appears below the game."""
     for screen in session.screens:
         screen.close()
 
@@ -122,7 +124,8 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 
 @contextmanager
 def _quiet(log: Path) -> Iterator[Console]:
-    """Send what vLLM and its processes print to standard error into `log`; a console for errors."""
+    """Send standard error to the file `log`, since vLLM and its processes print a lot there. Yield
+    a console for errors that the user shall see."""
     before = os.dup(2)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 2)
@@ -139,8 +142,8 @@ def _quiet(log: Path) -> Iterator[Console]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `Interrupted`, also while a person types: then the engine
-    and the environment end in order."""
+    """Raise `Interrupted` at SIGINT, SIGTERM and SIGHUP, also while a person types, so that the
+    engine and the environment end in order."""
 
     def interrupt(number: int, _) -> None:
         raise Interrupted(number)

@@ -1,8 +1,8 @@
-"""Play one held-out task: by the policy, by a program that calls the policy, or by the user.
+"""Play one held-out task. The player is the policy, a program that calls the policy, or the user.
 
-The policy's game is the agent loop of a run (`rose.agent.loop`) around an environment that also
-shows what it answers. A program is run by an environment host, for which this module stands in for
-the coordinator.
+The policy plays by the agent loop of a run (`rose.agent.loop`), in an environment whose answers the
+screen shows. A program is run by an environment host, and this module takes the place of the host's
+coordinator.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from rose.parts.play.source import Task
 from rose.parts.rewards import scorers
 from rose.reward.episode import Episode
 
-NAME = "play"  # the trajectory's, in errors
-# seconds beyond the environment's deadline in which a program's host ends what it started
-CLOSE_S = 10.0
+NAME = "play"  # name of the trajectory, in errors
+CLOSE_S = 10.0  # seconds beyond env.step_timeout_s for the turns of a program to end
 
 _games = itertools.count()
 
@@ -48,8 +47,8 @@ class Outcome:
     limit: str = ""  # the limit that ended the game, "" if the environment ended it
 
 
-class Local(Scoring):
-    """Computes the reward of an episode in this process, where a run has ranks for it."""
+class LocalScoring(Scoring):
+    """Compute the rewards of episodes in this process. A run has reward ranks for this."""
 
     def __init__(self, settings: Reward) -> None:
         super().__init__(settings, (), lambda *_: None)
@@ -63,9 +62,10 @@ class Local(Scoring):
         return p.TrajectoryScored(episode.trajectory, found.reward, found.success)
 
 
-def scoring_of(config: Config) -> Local | None:
-    """Null where the environment itself says what an episode is worth. Raises `ConfigError`."""
-    return Local(config.reward) if config.reward.pools else None
+def scoring_of(config: Config) -> LocalScoring | None:
+    """Return the scoring of episodes; None if the environment itself gives the rewards. Raises
+    `ConfigError`."""
+    return LocalScoring(config.reward) if config.reward.pools else None
 
 
 class Watched:
@@ -91,7 +91,7 @@ class Watched:
 
 
 def watched(env: Environment, screen: Screen) -> Watched:
-    """Errors name the environment's own class."""
+    """Return `env` as a `Watched`. Its class has the name of the environment's own, for errors."""
     return type(type(env).__name__, (Watched,), {})(env, screen)
 
 
@@ -103,12 +103,12 @@ async def by_policy(
     screen: Screen,
     ready: Callable[[], Awaitable[None]],
 ) -> Outcome:
-    """Play `task`. `ready` is awaited before the first turn. Raises `EnvironmentFailure`, and what
-    `ready` and the engine raise."""
-    begin = _start(task)
+    """Play `task`. `ready` loads the policy; it is awaited before every turn, or once before a
+    program starts. Raises `EnvironmentFailure`, and the errors of `ready` and of the engine."""
+    begin = _start_message(task)
     if envs.is_program(task.env):
         await ready()
-        trajectory = await _program(begin, task, config, chat, policy, screen)
+        trajectory = await _run_program(begin, task, config, chat, policy, screen)
         return _outcome(trajectory, task, config)
 
     env = watched(envs.build(task.env), screen)
@@ -138,7 +138,7 @@ async def by_policy(
 
 
 def _reply_of_the_loop(text: str, env: Watched, chat: ChatFormat) -> str:
-    """Return what the agent loop answers to a missing or unreadable call, else ""."""
+    """Return the agent loop's answer to a missing or unreadable call; "" for a readable one."""
     action = chat.parse(text, env.tools) if env.tools or env.requires_tool else None
     if isinstance(action, BadCall):
         return action.message
@@ -146,7 +146,7 @@ def _reply_of_the_loop(text: str, env: Watched, chat: ChatFormat) -> str:
     return REMINDER.format(chat.format.form) if missing else ""
 
 
-def _start(task: Task) -> p.StartTrajectory:
+def _start_message(task: Task) -> p.StartTrajectory:
     name = f"{NAME}-{next(_games)}"
     return p.StartTrajectory(name, name, p.Phase.EVAL, task.domain, task.seed, None)
 
@@ -159,7 +159,7 @@ def _outcome(made: p.Trajectory, task: Task, config: Config) -> Outcome:
     return Outcome(made.success, made.reward, made.turns, limit)
 
 
-async def _program(
+async def _run_program(
     begin: p.StartTrajectory,
     task: Task,
     config: Config,
@@ -167,7 +167,7 @@ async def _program(
     policy: Policy,
     screen: Screen,
 ) -> p.Trajectory:
-    """Run the program as an environment host does, and answer its turns."""
+    """Run the program in an environment host, and answer its turns by the policy."""
     tasks = Tasks()
     ended: asyncio.Future[p.Trajectory] = asyncio.get_running_loop().create_future()
 
@@ -204,10 +204,10 @@ async def _program(
 
 
 async def by_user(task: Task, screen: Screen) -> Outcome | None:
-    """Let the user play `task`; null if the input ends before the game does.
+    """Let the user play `task`. Return None if the input ends before the game does.
 
-    The reward is the environment's own: a scorer of `reward=` would need the policy's words.
-    Raises `EnvironmentFailure`.
+    The reward is the environment's own. A scorer (`reward=`) is not used, since it would need text
+    of the policy. Raises `EnvironmentFailure`.
     """
     env = watched(envs.build(task.env), screen)
     guard = Guard(env, NAME, task.env.step_timeout_s, task.key)

@@ -2,7 +2,7 @@
 
 The engine starts with the weights that the run began with, which are version 0, and loads a later
 version from the run's store as a rollout engine does. A version that only a checkpoint has is first
-exported into the scratch folder. The run's folder is only read.
+exported into the scratch folder. Nothing is written into the run's folder.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rose.trainer import checkpoint
 from rose.transfer.errors import TransferError
 
 FIRST = 0  # the version of the weights that a run begins with
-# The trainer may remove a version while it is read. A newer one is there then, so a second try
-# succeeds unless the trainer publishes faster than an engine reads.
+# Tries to load the newest version, which the trainer may remove while it is read. A newer version
+# is available then. So a second try succeeds unless the trainer publishes faster than engines read.
 TRIES = 3
-SEQUENCES = 8  # calls that a program may have under way at once
-# vLLM refuses to start on a GPU of which less than this share is free. With a fixed size of the KV
-# cache it uses the share for nothing else, so a small one lets a run and a game share a GPU.
+SEQUENCES = 8  # calls of a program that may run at once
+# vLLM refuses to start on a GPU of which less than this share is free. If the KV cache has a fixed
+# size, the share has no other use. So a small share lets a run and a game share a GPU.
 FREE_SHARE = 0.02
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 
 
 class Policy:
-    """The policy in `source`. `seed` is the engine's; `scratch` is a folder for what vLLM and an
-    export write, which the caller removes."""
+    """The policy in `source`. `seed` is the engine's. `scratch` is a folder for files that vLLM and
+    an export write; the caller removes it."""
 
     def __init__(self, source: Source, seed: int, scratch: Path) -> None:
         self._source, self._seed, self._scratch = source, seed, scratch
@@ -64,9 +64,9 @@ class Policy:
     async def load(self) -> None:
         """Start the engine, or load the chosen version into it.
 
-        If the trainer removes the version meanwhile, the newest is loaded instead, unless the user
-        chose the version. Versions must be loaded in rising order. Raises `ConfigError`,
-        `TransferError` for a damaged version, and `EngineError`.
+        If the trainer removes the version meanwhile, the newest is loaded instead, but not if the
+        user chose the version. Versions must be loaded in rising order. Raises `ConfigError`,
+        `EngineError`, and `TransferError` for a damaged version.
         """
         if not self._source.is_run:
             await self._start(self._source.model, None)
@@ -101,7 +101,7 @@ class Policy:
         return f"after {self.version} training step{'s' * (self.version > 1)}"
 
     async def turn(self, request: p.TurnRequest, on_tokens: Callable[[list[int]], None]):
-        """Generate one turn; `on_tokens` gets all of its tokens so far, whenever there are more."""
+        """Generate one turn. `on_tokens` gets all tokens of the turn whenever new ones arrive."""
         tokens: list[int] = []
         logprobs: list[float] = []
         async for chunk in self._engine.generate(request.turn, request.tokens, request.sampling):
@@ -139,6 +139,7 @@ class Policy:
         await self._engine.load_version(version, str(saved[version]), config.transfer)
 
     async def _start(self, folder: Path, lora: Lora | None) -> None:
+        """Start the engine with the weights in `folder`, unless it runs already."""
         if self._engine is not None:
             return
         from rose.engine.vllm_engine import Engine
@@ -178,9 +179,10 @@ class Policy:
 
 
 def rollout_of_one(config: Config, folder: Path) -> Rollout:
-    """The run's engine settings with memory for one game, and no more threads than cores.
+    """Return the run's engine settings with memory for one game, and no more threads than cores.
 
-    Drafts would need other requests to learn from. Tokens are reported one by one.
+    Every token is reported at once. There are no drafts, which would need other requests to learn
+    from.
     """
     rollout = config.rollout
     shape = read_shape(folder)

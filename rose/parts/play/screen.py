@@ -1,8 +1,8 @@
 """Draw a game in the terminal.
 
-`Board` is for environments that show a map: a frame for each turn, the map on the left and what the
-policy said on the right. On a terminal the frames replace each other. `Script` is for all others: a
-conversation, which the policy's words join as they are generated.
+`Board` is for environments that show a map. It draws a frame for each turn, with the map on the
+left and the policy's text on the right. On a terminal the frames replace each other. `Script` is
+for all other environments. It prints a conversation, with the policy's text as it is generated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rose.observe.terminal import plain
 from rose.parts.play.typed import show_call
 
 PAUSE_S = 0.5  # seconds between two frames on a terminal, so that eyes can follow
-MAP_WIDTH = 34  # characters: as wide as the longest line below a lake, so that columns stay
-SHOWN = 12  # turns whose words stand beside a map: the last ones
+MAP_WIDTH = 34  # characters of the longest line below a lake, so that columns don't move
+SHOWN = 12  # last turns whose text is beside the map
 
-# Each environment that shows a map -> the style of a symbol, by its first character.
+# Environment that shows a map -> first character of a symbol -> style of the symbol.
 MAPS = {
     "frozen_lake": {
         "P": "bold black on #ffd166",
@@ -46,14 +46,16 @@ MAPS = {
         **dict.fromkeys("<>^v", "bold black on #ffd166"),
     },
 }
-# A chat template writes such marks around messages, as <|im_start|> or <s>.
+# Marks such as <|im_start|> or <s>, which a chat template writes around messages.
 MARKS = re.compile(r"<\|[^<>|\s]*\|>|</?s>|\[/?INST\]")
 GENERATION = re.compile(r"\s*\bassistant\s*$")  # the role before the answer
 
 
 class Screen(Protocol):
+    """The display of one game."""
+
     def opening(self, start: Start) -> None:
-        """Show the environment's first words, and its map."""
+        """Show the environment's first messages, and its map."""
 
     def waiting(self, why: str) -> None:
         """Show why the policy doesn't answer yet."""
@@ -65,10 +67,10 @@ class Screen(Protocol):
         """Show the policy's whole turn."""
 
     def observed(self, step: Step) -> None:
-        """Show what the environment answered."""
+        """Show the environment's answer."""
 
     def refused(self, reply: str) -> None:
-        """Show what the agent loop answered to a turn without a readable call."""
+        """Show the agent loop's answer to a turn without a readable call."""
 
     def call(self, number: str, context: str, answer: str) -> None:
         """Show a program's call of the policy: all that it sent, and the answer."""
@@ -83,18 +85,19 @@ class Screen(Protocol):
         """Show the last state, and how the game ended."""
 
     def close(self) -> None:
-        """Give the terminal back; safe when called twice."""
+        """Release the terminal; safe when called twice."""
 
 
 def screen_for(env: Env, console: Console, human: bool = False) -> Screen:
-    """Frames replace each other on a terminal, unless a person plays, whose lines would be lost."""
+    """Return a new screen for the environment. On a terminal its frames replace each other, but not
+    if a person plays, whose typed lines would be lost."""
     if env.name in MAPS:
         return Board(console, MAPS[env.name], animated=console.is_terminal and not human)
     return Script(console)
 
 
 def words_of(text: str, start: Start, chat: ChatFormat) -> Text:
-    """Return what the policy said, with its calls as Python writes them."""
+    """Return the text of the policy's turn, with its calls in Python's notation."""
     reading = chat.read(text, start.tools)
     if reading.problem or not reading.calls:
         return plain(text.strip() or "(nothing)", "red" if start.tools else "green")
@@ -104,6 +107,8 @@ def words_of(text: str, start: Start, chat: ChatFormat) -> Text:
 
 
 class Board:
+    """A map with the policy's turns beside it."""
+
     def __init__(self, console: Console, styles: dict[str, str], animated: bool) -> None:
         self._console, self._styles = console, styles
         quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
@@ -128,7 +133,7 @@ class Board:
             self._update(Text(why, "dim"))
 
     def saying(self, text: str) -> None:
-        """A move is short: it is shown when it is whole."""
+        """Show nothing yet: a move is short, and `said` shows all of it."""
 
     async def said(self, text: str, chat: ChatFormat) -> None:
         self._turns += 1
@@ -147,10 +152,10 @@ class Board:
             self._update()
 
     def refused(self, reply: str) -> None:
-        """The turn's words are red, and the map stays."""
+        """Show nothing more: the turn's text is red already."""
 
     def call(self, number: str, context: str, answer: str) -> None:
-        """Programs show no map of their own."""
+        """Do nothing: environments with a map run no programs."""
 
     def frame(self) -> None:
         self._print_beside(Text())
@@ -171,7 +176,7 @@ class Board:
             self._live = None
 
     def _print_beside(self, words: Text) -> None:
-        """The map, and `words` beside it, line by line: so that nothing is padded or wrapped."""
+        """Print the map and `words` beside it, line by line. Nothing is padded or wrapped."""
         left, right = self._drawn().split(), words.split()
         width = max(MAP_WIDTH, *(line.cell_len for line in left)) + 3
         for row in range(max(len(left), len(right))):
@@ -182,6 +187,7 @@ class Board:
             self._console.print(line, soft_wrap=True)
 
     def _update(self, last: Text | None = None) -> None:
+        """Redraw the frame: the map, and beside it the last turns and `last`."""
         lines = Table.grid(padding=(0, 2))
         for number, words in self._said[-SHOWN:]:
             lines.add_row(Text(number, "dim"), words)
@@ -190,7 +196,7 @@ class Board:
         self._live.update(table, refresh=True)
 
     def _drawn(self) -> Text:
-        """The map with a style for each cell, and the lines around it as they are."""
+        """Return the map with a style for each cell; the lines around it are dim."""
         lines = []
         for line in self._map.splitlines():
             cells = line.split(" ")
@@ -203,10 +209,12 @@ class Board:
 
 
 class Script:
+    """A conversation between the environment, or a program, and the policy."""
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._turns, self._speaking = 0, False
-        self._shown = 0  # characters of this turn
+        self._shown = 0  # characters of this turn that are printed
         self._context = ""  # messages and answer of a program's last call
 
     def opening(self, start: Start) -> None:
@@ -218,7 +226,7 @@ class Script:
 
     def saying(self, text: str) -> None:
         self._begin()
-        whole = text.rstrip("\ufffd")  # half of a character
+        whole = text.rstrip("\ufffd")  # no half character at the end
         self._console.out(str(plain(whole[self._shown :])), style="green", end="", highlight=False)
         self._shown = max(self._shown, len(whole))
 
@@ -236,7 +244,7 @@ class Script:
         self._part("agent loop", reply)
 
     def call(self, number: str, context: str, answer: str) -> None:
-        """A context that begins as the last one did is shown from where it differs."""
+        """Show the call. If its context continues that of the last call, show only the new part."""
         fresh = context.removeprefix(self._context)
         self._context = context + answer
         sent = GENERATION.sub("", MARKS.sub("", fresh)).strip()
@@ -244,7 +252,7 @@ class Script:
         self._part("policy", answer.strip(), "green")
 
     def frame(self) -> None:
-        """All that was said stands above."""
+        """Show nothing: the whole conversation is above."""
 
     def note(self, text: str) -> None:
         self._console.print(plain(text, "dim"), soft_wrap=True)
@@ -253,9 +261,10 @@ class Script:
         self._console.print(Text("\n") + verdict)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this screen doesn't hold the terminal."""
 
     def _begin(self) -> None:
+        """Print the policy's label before the first text of a turn."""
         if not self._speaking:
             self._speaking, self._shown = True, 0
             self._turns += 1

@@ -21,7 +21,7 @@ from rose.parts.play.screen import Screen, screen_for
 from rose.parts.play.source import Source, Task
 from rose.parts.play.talk import Talk, system_of
 
-ANY_OF = 128  # held-out tasks to choose from, where the run evaluates on none of its own
+ANY_OF = 128  # held-out tasks to choose from if eval.episodes is 0
 LOADING = "The policy is loaded, which takes a moment ..."
 
 
@@ -54,11 +54,12 @@ class Session:
         if number is None:
             number = random.randrange(self._config.eval.episodes or ANY_OF)
         task = source.held_out(self._config, number, args.env)
-        await asyncio.to_thread(envs.check, task.env)  # some of it runs a loop of its own
+        # In a thread, since some checks run an event loop of their own.
+        await asyncio.to_thread(envs.check, task.env)
         if args.human:
             await self._by_user(task)
             return
-        # a run without the version is refused before anything starts
+        # Refuse a version that the run doesn't have, before anything starts.
         self._policy.choose(args.version)
         chat = ChatFormat.of(self._source.model, self._config.model)
         try:
@@ -73,24 +74,25 @@ class Session:
                 "which a person can't stand in for; leave --human out"
             )
         self._heading(task.domain, _numbered(task), "you play")
-        screen = self._screen(task, human=True)
+        screen = self._new_screen(task, human=True)
         outcome = await game.by_user(task, screen)
         screen.ended(Text("You left the game") if outcome is None else verdict(outcome))
 
     async def _by_policy(self, task: Task, chat: ChatFormat) -> None:
+        """Compare two versions, hold a conversation, or play tasks until the user has enough."""
         args = self._args
         if args.before:
             await self._compared(task, chat)
             return
         if args.task is None and (system := await system_of(task)) is not None:
             self._heading(task.domain, f"a conversation with the policy {self._policy.label}")
-            await self._load(self._screen(task))
+            await self._load(self._new_screen(task))
 
             async def play(number: int) -> None:
                 await self._game(source.held_out(self._config, number, task.domain), chat)
 
-            new = lambda: self._screen(task)  # noqa: E731
-            await Talk(task, system, self._config, chat, self._policy, new, play).go()
+            new_screen = lambda: self._new_screen(task)  # noqa: E731
+            await Talk(task, system, self._config, chat, self._policy, new_screen, play).go()
             return
         while True:
             await self._game(task, chat)
@@ -99,7 +101,7 @@ class Session:
             task = source.held_out(self._config, task.number + 1, args.env)
 
     async def _compared(self, task: Task, chat: ChatFormat) -> None:
-        """Play one task with the first version, then with the one that is asked for."""
+        """Play one task with the first version, then with the version that the user chose."""
         self._policy.choose(FIRST)
         before = await self._game(task, chat)
         self._policy.choose(self._args.version)
@@ -116,8 +118,9 @@ class Session:
         )
 
     async def _game(self, task: Task, chat: ChatFormat) -> Outcome:
+        """Play one task by the policy, on a screen of its own."""
         self._heading(task.domain, _numbered(task), self._policy.label)
-        screen = self._screen(task)
+        screen = self._new_screen(task)
 
         async def ready() -> None:
             await self._load(screen)
@@ -140,7 +143,7 @@ class Session:
         if self._policy.label != chosen:
             screen.note(f"The trainer has removed that version: {self._policy.label} instead.")
 
-    def _screen(self, task: Task, human: bool = False) -> Screen:
+    def _new_screen(self, task: Task, human: bool = False) -> Screen:
         made = screen_for(task.env, self._console, human)
         self.screens.append(made)
         return made
@@ -163,11 +166,13 @@ def verdict(outcome: Outcome) -> Text:
 
 
 def _short(outcome: Outcome) -> Text:
+    """Return how a game ended, without reward and limit, as a part of a sentence."""
     word, style = ("success", "bold green") if outcome.success else ("failure", "bold red")
     turns = f"{outcome.turns} turn{'s' * (outcome.turns != 1)}"
     return Text(word, style) + Text(f" after {turns}")
 
 
 def _wants_more() -> bool:
+    """Ask the user whether to play another task."""
     line = typed.ask("\nEnter plays the next task, q ends: ")
     return line is not None and not line.strip()

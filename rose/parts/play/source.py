@@ -1,4 +1,4 @@
-"""Find what plays and what is played: a run's folder or an exported model, and a held-out task.
+"""Find the policy, in a run's folder or an exported model, and the held-out task to play.
 
 Left out: the weights themselves, which `rose.parts.play.policy` loads.
 """
@@ -19,16 +19,16 @@ from rose.coordinator import control
 from rose.trainer import checkpoint
 from rose.transfer import versions
 
-# vLLM reserves memory for one whole context. A model with a longer one than this many tokens is
-# played with this context, unless the user sets model.max_context.
+# Tokens of the longest context of an exported model, unless the user sets model.max_context. vLLM
+# reserves memory for one whole context.
 LONGEST_CONTEXT = 8192
-ENVIRONMENT = ("env=", "+experiment=", "env.name=")
+ENVIRONMENT = ("env=", "+experiment=", "env.name=")  # beginnings of overrides for the environment
 
 
 @dataclass(frozen=True)
 class Source:
-    """A policy's folder: a run, whose `model` has its first weights, or an exported model, whose
-    `model` is `place` itself."""
+    """A policy's folder, `place`. Of a run, `model` is the folder with its first weights. Of an
+    exported model, `model` is `place` itself."""
 
     place: Path
     config: Config
@@ -40,9 +40,9 @@ class Source:
         return models.resolve(self.config.model)
 
     def saved(self) -> dict[int, Path]:
-        """Return each version whose weights are there now, with its store or its checkpoint.
+        """Return version -> store or checkpoint, for each version that is available now.
 
-        A version that is in both comes from the store, which an engine reads without a copy.
+        If a version is in both, return its store, which an engine reads without a copy.
         """
         found = {checkpoint.step_of(each): each for each in checkpoint.complete(self.place)}
         for store in sorted((self.place / "weights").glob("attempt-*")):
@@ -86,6 +86,7 @@ def find(place: Path, overrides: list[str]) -> Source:
 
 
 def _runs_beside(place: Path) -> str:
+    """Return a text that names runs beside `place`; "" if there are none."""
     found = sorted(path.parent for path in place.parent.glob("*/config.json"))
     return f"; there are {', '.join(map(str, found[:8]))}" if found else ""
 
@@ -111,7 +112,7 @@ def _of_export(place: Path, tree: dict[str, Any], overrides: list[str]) -> Confi
         (composed,) = front.compose(CONF, whole)
     except errors.COMPLAINTS as error:
         raise ConfigError(errors.explain(error, CONF, whole)) from None
-    composed["model"]["path"] = str(place.resolve())  # Hydra could misread it as an override.
+    composed["model"]["path"] = str(place.resolve())  # no override, which Hydra could misread
     return configuration.from_dict(composed, checked=False)
 
 

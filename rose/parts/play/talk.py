@@ -26,7 +26,8 @@ HELP = (
 
 
 async def system_of(task: Task) -> list[dict[str, str]] | None:
-    """Return the messages that come before the user's own; null if the task is no question.
+    """Return the task's system messages, which precede the user's own. Return None if the task is
+    not one question and one answer.
 
     Raises `EnvironmentFailure`.
     """
@@ -45,7 +46,8 @@ async def system_of(task: Task) -> list[dict[str, str]] | None:
 
 
 class Talk:
-    """`play` plays a held-out task by its number."""
+    """A conversation with the policy. `screen` returns a new screen; `play` plays a held-out task
+    by its number."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Talk:
             closed = tokens[-1] in self._chat.eos_ids
 
     async def _answer(self, turn: int, context: list[int], room: int, screen: Screen) -> list[int]:
-        """Return the tokens of the policy's answer, which the screen shows as they come."""
+        """Return the tokens of the policy's answer, which the screen shows meanwhile."""
         most = min(self._sampling.max_new_tokens, room)
         sampling = p.Sampling(most, temperature=self._sampling.temperature)
         packed = p.pack_tokens(context)

@@ -1,8 +1,8 @@
-"""Read a line that a person types, and find what it means to an environment with tools.
+"""Read a line that a person types, and turn it into an action for the environment.
 
-A tool's schema says what its arguments are, so that "left" or "l" is enough for the call
-`move(direction="left")`. Where there are several tools the line begins with the tool's name. A
-line that begins with "say " is text without a call.
+A tool's schema describes its arguments, so that "left" or "l" is enough for the call
+`move(direction="left")`. If there are several tools, the line begins with the tool's name. A line
+that begins with "say " is text without a call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SAY = "say"  # text without a call, in environments with tools
 
 
 def ask(prompt: str) -> str | None:
-    """Return the line that the user types, null at the end of the input.
+    """Return the line that the user types; None at the end of the input.
 
-    Lines that come from a file or a pipe are printed behind the prompt.
+    A line from a file or a pipe is printed after the prompt.
     """
     terminal = sys.stdin.isatty()
-    # input() would write the prompt to standard error, which goes to the engine's log
+    # input() would write the prompt to standard error, which goes to the engine's log.
     if terminal:
         print(prompt, end="", flush=True)
     try:
@@ -40,7 +40,7 @@ def ask(prompt: str) -> str | None:
 
 
 def help_of(tools: list[dict[str, Any]], most: int, requires_tool: bool) -> str:
-    """Return what the user can type, in one line."""
+    """Return one line of help for the user's input."""
     turns = f"at most {most} turns; Ctrl-D leaves"
     if not tools:
         return f"Type your answer ({turns})."
@@ -50,7 +50,7 @@ def help_of(tools: list[dict[str, Any]], most: int, requires_tool: bool) -> str:
 
 
 def action(line: str, tools: list[dict[str, Any]]) -> Action | str:
-    """Return the action that the line means, or a text about what can't be understood."""
+    """Return the action that the line stands for, or a text on why it can't be understood."""
     if not tools:
         return Action(line)
     word, _, rest = line.strip().partition(" ")
@@ -62,7 +62,7 @@ def action(line: str, tools: list[dict[str, Any]]) -> Action | str:
     if len(functions) > 1 and named is None:
         return f"{word!r}: begin with one of {', '.join(names)}, or with {SAY}"
     function = functions[names.index(named)] if named else functions[0]
-    # the name of the only tool may be left out
+    # The name of the only tool may be left out.
     text = rest if word in names or len(functions) > 1 else line
     try:
         arguments = _arguments(text.strip(), function.get("parameters") or {})
@@ -73,12 +73,13 @@ def action(line: str, tools: list[dict[str, Any]]) -> Action | str:
 
 
 def show_call(call: ToolCall) -> str:
-    """Return the call as Python writes one: move(direction="left")."""
+    """Return the call in Python's notation: move(direction="left")."""
     given = (f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in call.arguments.items())
     return f"{call.name}({', '.join(given)})"
 
 
 def _form(function: dict[str, Any], named: bool) -> str:
+    """Return how a call is typed, such as "left|right". `named`: with the tool's name first."""
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties") or {}
     words = [function["name"]] if named else []
@@ -91,7 +92,7 @@ def _form(function: dict[str, Any], named: bool) -> str:
 
 
 def _arguments(text: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the text gives. Raises `ValueError` with what is wrong."""
+    """Return name -> value of the arguments in the text. Raises `ValueError`."""
     properties = parameters.get("properties") or {}
     if text.startswith("{"):
         try:
@@ -113,6 +114,7 @@ def _arguments(text: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
+    """Return the text as a value of the schema's type. Raises `ValueError`."""
     kinds = schema.get("type", "string")
     kind = kinds[0] if isinstance(kinds, list) else kinds
     if kind == "array":
@@ -132,7 +134,8 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
 
 
 def _one_of(word: str, choices: list[Any]) -> Any:
-    """Return the choice that `word` is or begins, null if none or several do."""
+    """Return the choice that equals `word`, or else the only choice that begins with it; None if
+    there is none."""
     if word in choices:
         return word
     found = [each for each in choices if word and str(each).startswith(word)]

@@ -1,6 +1,7 @@
-"""Show trajectories as conversations, in a section of the report. Of some steps it has the best,
-the worst, the longest and one that a limit cut; it also has the newest that failed and were
-replaced. Its size is bounded, however long the run and its trajectories are."""
+"""Show trajectories as conversations, in a section of the report. The section has the best, worst
+and longest trajectory of some steps, and one that a limit cut. It also has the newest trajectories
+that failed and were replaced. Its size is bounded, however long the run and its trajectories are.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +25,24 @@ from rose.parts.report.trajectories import (
 MAX_STEPS = 24  # steps shown, evenly spaced, with the first and the last
 MAX_CHARACTERS = 4000  # characters of a trajectory: some 400 kB for `MAX_STEPS`
 MAX_PARTS = 40  # parts of a trajectory
-MAX_FAILED = 8  # trajectories that failed, the newest
+MAX_FAILED = 8  # newest trajectories that failed
 
 
 def html(run_dir: Path) -> str:
+    """Return the section."""
     steps, texts = saved_steps(run_dir), Texts(run_dir)
     replaced = _failed(run_dir, texts)
     if not steps:
         return (
-            '<p class="empty">No trajectories were saved (observe.save_trajectories); of those '
-            f"that are, some are shown here.</p>{replaced}"
+            '<p class="empty">No trajectories were saved (observe.save_trajectories), so none can '
+            f"be shown.</p>{replaced}"
         )
     chosen = np.unique(np.linspace(0, len(steps) - 1, min(MAX_STEPS, len(steps))).round())
     body = "".join(_step(run_dir, steps[int(at)], texts) for at in chosen)
     note = f" ({escape(texts.missing)})" if texts.missing else ""
     return (
-        f"<p class=muted>What the policy made stands on a coloured ground. {len(chosen)} of "
-        f"{len(steps)} steps; rose show RUN [TRAJECTORY] prints any of them in "
+        "<p class=muted>Text that the policy generated has a coloured background. "
+        f"{len(chosen)} of {len(steps)} steps; rose show RUN [TRAJECTORY] prints any of them in "
         f"full{note}.</p>{body}{replaced}"
     )
 
@@ -69,6 +71,7 @@ def _failed(run_dir: Path, texts: Texts) -> str:
 
 
 def _step(run_dir: Path, step: int, texts: Texts) -> str:
+    """Return a step's notable trajectories."""
     try:
         trajectories = read(run_dir, step)
     except (OSError, ValueError) as error:
@@ -83,6 +86,7 @@ def _step(run_dir: Path, step: int, texts: Texts) -> str:
 
 
 def _trajectory(why: str, shown: Shown, texts: Texts) -> str:
+    """Return a trajectory up to `MAX_CHARACTERS`. `why`: the reason to show it, such as "best"."""
     domain = shown.record.get("domain")
     words = (
         f"{why}: {shown.id}{f', {domain}' if domain else ''}; reward {shown.reward:g}, "
@@ -107,6 +111,7 @@ def _trajectory(why: str, shown: Shown, texts: Texts) -> str:
 
 
 def _part(part: Part, turn: str, text: str) -> str:
+    """Return a part with its title. `turn`: what `Shown.about` returns for it."""
     title = f"{turn} · " * bool(turn) + f"{len(part.tokens)} tokens"
     if part.made:
         title += f" · {part.of_versions} · mean log-probability {part.logprobs.mean():.2f}"

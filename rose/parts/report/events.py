@@ -1,5 +1,5 @@
-"""Write what happened to a run's ranks as tables: faults, borrowed ranks that joined or left, and
-what engines and environment hosts reported of themselves."""
+"""Write events of a run's ranks as tables of the report: faults, borrowed ranks that joined or
+left, and reports of engines and environment hosts about themselves."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     return f"<p>Over all steps: {text}.</p>{happened}"
 
 
-def alike(title: str, first: str, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return a section of what engines or environment hosts reported of themselves; {} without any.
-    Those with the same report share a row."""
+def own_reports(title: str, first: str, rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return a section of the reports of engines or environment hosts about themselves; {} without
+    any. Ranks with the same report share a row. `first`: the first column's title."""
     found: dict[str, dict[str, None]] = {}
     for row in rows:
         found.setdefault(row["detail"], {})[row["what"]] = None

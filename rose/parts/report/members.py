@@ -1,5 +1,5 @@
-"""Show what each environment of a mixture learned, as a table of the report. A run with a single
-environment has none."""
+"""Show the results of each environment of a mixture, as a table of the report. A run with a single
+environment has no such table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def html(evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
 def _cells(name: str, evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[str]:
     last = steps[-max(1, len(steps) // 5) :]
     means = [(series.mean_of(last, f"{key}/{name}"), form) for key, form in COLUMNS]
-    held_out = series.evaluations([_of(name, row) for row in evals])
+    held_out = series.evaluations([_row_of(name, row) for row in evals])
     return [
         f"{sum(row.get(f'trajectories/{name}') or 0 for row in steps):,}",
         *("–" if value is None else form.format(value) for value, form in means),
@@ -53,8 +53,8 @@ def _cells(name: str, evals: list[dict[str, Any]], steps: list[dict[str, Any]]) 
     ]
 
 
-def _of(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's row as if it had only this member's tasks."""
+def _row_of(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return an evaluation's row as if it had only the tasks of the environment `name`."""
     return {"step": row["step"]} | {
         key.rpartition("/")[0]: value for key, value in row.items() if key.endswith(f"/{name}")
     }

@@ -43,12 +43,13 @@ COLUMNS = (
 
 
 def build_report(run_dir: Path | str) -> Path:
-    """Write the report of whatever the run has so far, even nothing, and return its path."""
+    """Write the report of all that the run has so far, even nothing, and return its path."""
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
     steps, faults = rows_of(rows, "step"), [row for row in rows if row["kind"] == "fault"]
     lost = "borrowed rank lost"
     borrowed = [row for row in rows if row["kind"] == "worker" or row.get("what") == lost]
+    of_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("engine", "host")}
     evals = series.evaluations(rows_of(rows, "eval"))
     config, timeline = _config(run_dir), build_timeline(run_dir)
     data = {
@@ -83,8 +84,8 @@ def build_report(run_dir: Path | str) -> Path:
         **_rewards(steps),
         "Borrowed ranks": events.borrowed(borrowed, steps) + "".join(of_parts),
         "Faults": events.faults(faults, steps),
-        **events.alike("Engines", "Engine", [row for row in rows if row["kind"] == "engine"]),
-        **events.alike("Environment hosts", "Host", [row for row in rows if row["kind"] == "host"]),
+        **events.own_reports("Engines", "Engine", of_kind["engine"]),
+        **events.own_reports("Environment hosts", "Host", of_kind["host"]),
         "Details": _details(steps, config),
     }
     body = "\n\n".join(section(title, content) for title, content in sections.items())
@@ -135,8 +136,8 @@ def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _hidden(steps: list[dict[str, Any]]) -> str:
-    """Return a line about the trainer's work before batches are complete (trainer.stream); ""
-    without."""
+    """Return a line about the trainer's work before batches are complete; "" without
+    trainer.stream."""
     hidden = series.mean_of(steps, "stream_hidden")
     if hidden is None:
         return ""
@@ -147,7 +148,7 @@ def _hidden(steps: list[dict[str, Any]]) -> str:
 
 
 def _hybrid(steps: list[dict[str, Any]]) -> str:
-    """Return a line about engines on the trainer's devices (rollout.hybrid); "" without."""
+    """Return a line about engines on the trainer's devices; "" without rollout.hybrid."""
     used = series.mean_of(steps, "hybrid_idle_used")
     if used is None:
         return ""
@@ -167,8 +168,8 @@ def _sum(steps: list[dict[str, Any]], key: str) -> float:
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the section's figures; `reference` only if the run has a reference
-    model."""
+    """Return the names of the figures of "Optimisation"; `reference` only if the run has a
+    reference model."""
     reference = ["reference"] if any("reference_kl" in row for row in steps) else []
     names = ["mismatch", "ratio", "clipped", "staleness", "entropy", "grad", "lr", "equal"]
     return [*names, *reference]
@@ -214,8 +215,8 @@ def _duration(seconds: float) -> str:
 
 
 def _result(evals: list[dict[str, Any]]) -> str:
-    """Return held-out success before and after training, with intervals, and of the best step
-    between."""
+    """Return a table of held-out success, with intervals: before and after training, and at the
+    best step in between."""
     if not evals:
         return '<p class="empty">No held-out evaluation has finished yet.</p>'
     chosen = {"Before training": evals[0]} | ({"After training": evals[-1]} if evals[1:] else {})
@@ -237,13 +238,15 @@ def _result(evals: list[dict[str, Any]]) -> str:
     if evals[1:]:
         a, b = evals[0], evals[-1]
         low, high = series.gain_interval(a, b)
-        gain = ("Difference", _points(b["rate"] - a["rate"]), f"{_points(low)} to {_points(high)}")
-        rows.append([*(f"<b>{cell}</b>" for cell in gain), "", "", *[""][: len(most)]])
+        gain, *interval = map(_percentage_points, (b["rate"] - a["rate"], low, high))
+        cells = ("Difference", gain, " to ".join(interval))
+        rows.append([*(f"<b>{cell}</b>" for cell in cells), "", "", *[""][: len(most)]])
     titles = ["Held-out tasks", "Success", "95% interval", "Solved", "Mean reward"]
     return table(titles + ([f"pass@{max(most)}"] if most else []), rows)
 
 
 def _later(versions: int) -> str:
+    """Return a note on an evaluation whose weights were newer than its step; "" for 0 versions."""
     return f", weights up to {versions} versions newer" if versions else ""
 
 
@@ -269,7 +272,7 @@ def _cost(run_dir: Path) -> dict[str, str]:
     return {"Cost": table((*titles, "trained", "Energy, kWh"), rows) + unknown}
 
 
-def _points(difference: float) -> str:
+def _percentage_points(difference: float) -> str:
     return f"{100 * difference:+.1f}".replace("-", "−") + " pp"
 
 
@@ -278,7 +281,7 @@ def _number(value: Any, form: str) -> str:
 
 
 def _drafts(steps: list[dict[str, Any]]) -> str:
-    """Return a line about speculative decoding; "" without."""
+    """Return a line about speculative decoding; "" if the run has none."""
     drafted, accepted = (
         sum(row.get(f"{what}_tokens") or 0 for row in steps) for what in ("drafted", "accepted")
     )

@@ -27,8 +27,8 @@ def page(
     """Return the file's content.
 
     `kind`: kind of report, such as "training". `title` and `facts` (name, value) are plain text;
-    `subtitle` and `body` are HTML. `data`: what the scripts find as DATA. `scripts`: JavaScript
-    sources, one of which defines drawAll(); they may use what charts.js defines.
+    `subtitle` and `body` are HTML. `data`: the scripts' constant DATA. `scripts`: JavaScript
+    sources, one of which defines drawAll(). They may use the functions of charts.js.
     """
     own = files("rose.parts.report") / "page"
     listed = "".join(
@@ -47,7 +47,7 @@ def page(
 
 
 def embed(data: Any) -> str:
-    """Return JSON that can stand inside a <script>, whatever strings are in it."""
+    """Return the data as JSON that is safe inside a <script>, whatever strings it has."""
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     return text.replace("\u2028", " ").replace("\u2029", " ")
 
@@ -81,7 +81,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def figures(*names: str) -> str:
-    """Return places for figures, side by side if the page is wide enough."""
+    """Return empty figures, which the scripts draw, side by side if the page is wide enough."""
     return '<div class="pair">\n' + "\n".join(map(figure, names)) + "\n</div>"
 
 

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     add("trajectory", metavar="TRAJECTORY", nargs="?", help="as the list has it; default: the list")
     add("--step", metavar="N", type=int, help="default: the newest, or the one that has TRAJECTORY")
     add("--tokens", action="store_true", help="each token on a line of its own")
-    add("--failed", action="store_true", help="of those that failed and were replaced, the newest")
+    add("--failed", action="store_true", help="trajectories that failed and were replaced")
     args = parser.parse_intermixed_args(arguments)
     steps, any_failed = saved_steps(args.run), (args.run / failed.FOLDER).is_dir()
     if not steps and not any_failed:
@@ -91,8 +91,8 @@ def show(
     console: Console,
     lost: bool = False,
 ) -> int:
-    """Print a step's trajectories, or the one called `name`: a failed one if `lost`. Raises
-    `ValueError` for a damaged file, or a trajectory that isn't there."""
+    """Print a step's trajectories, or the trajectory `name`. If `lost`, it is one that failed.
+    Raises `ValueError` for a damaged file, or if there is no such trajectory."""
     if name is None:
         step = saved_steps(run)[-1] if step is None else step
         console.print(listed(step, read(run, step)))
@@ -114,8 +114,8 @@ def show(
 
 
 def find(run: Path, name: str, step: int | None) -> tuple[int | None, Shown]:
-    """Return (step, trajectory) of the newest step that has it. If no step has it, search those
-    that failed, and return None as its step. Raises `ValueError` where it isn't found."""
+    """Return (step, trajectory `name`) of the newest step that has it. If no step has it, search
+    failed trajectories, and return None as the step. Raises `ValueError` if it isn't found."""
     steps = saved_steps(run) if step is None else [step]
     for number in reversed(steps):
         trajectories = read(run, number)
@@ -142,8 +142,8 @@ def find_failed(run: Path, name: str) -> Shown:
 
 
 def listed(step: int, trajectories: list[Shown]) -> Table:
-    """Return a step's trajectories as a table. It has no lines between columns, so that it fits a
-    terminal of 80."""
+    """Return a step's trajectories as a table. It has no lines between columns, so that it fits 80
+    characters."""
     title = f"Step {step}: {len(trajectories)} trajectories"
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True
@@ -187,6 +187,7 @@ def heading(step: int | None, shown: Shown) -> Panel:
 
 
 def panel(part: Part, turn: str, texts: Texts) -> Panel:
+    """Return a part of a conversation. `turn`: what `Shown.about` returns for it."""
     first, last = part.start, part.start + len(part.tokens) - 1
     title = f"{'policy' if part.made else 'given'} · " + f"{turn} · " * bool(turn)
     title += f"tokens {first} to {last}"
@@ -198,6 +199,7 @@ def panel(part: Part, turn: str, texts: Texts) -> Panel:
 
 
 def token_table(part: Part, texts: Texts) -> Table:
+    """Return a part of a conversation with a row for each token."""
     table = Table(box=None, pad_edge=False, show_header=part.start == 0)
     for column in ("position", "token", "mask", "version", "log-probability"):
         table.add_column(column, justify="right", min_width=len(column))

@@ -34,6 +34,7 @@ def html(steps: list[Row], evals: list[Row]) -> str:
 
 
 def _sum(rows: list[Row], key: str) -> Counts:
+    """Return the counts at `key`, summed over the rows."""
     found: Counts = {}
     for row in rows:
         for name, (solved, tried) in (row.get(key) or {}).items():

@@ -1,5 +1,5 @@
-"""Turn the run's events into the report's timeline: which rank did what when, small enough for one
-HTML file.
+"""Turn the run's events into the report's timeline: the work of each rank over time, small enough
+for one HTML file.
 
 Rows are the coordinator's phases, the trainers and the engines. The number of running turns of each
 engine covers the whole run. Single turns are kept for as many whole steps as fit into the budget
@@ -32,12 +32,13 @@ SHOWN = {
 
 @dataclass
 class Row:
-    """A line of the timeline: the spans of all attempts, by start, with their lanes."""
+    """A rank's row of the timeline: the spans of all attempts, by start. Spans that overlap are
+    drawn in different lanes of the row."""
 
     name: str
     role: str
     spans: list[Span] = field(default_factory=list)
-    lanes: list[int] = field(default_factory=list)
+    lanes: list[int] = field(default_factory=list)  # lane of each span
 
 
 def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
@@ -68,6 +69,7 @@ def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
 
 
 def _collect(rank: RankEvents, rows: dict[str, Row], steps: list[dict[str, Any]]) -> None:
+    """Add the rank's shown spans to its row, and the coordinator's steps to `steps`."""
     if rank.role not in SHOWN:
         return
     spans = spans_of(rank)
@@ -87,8 +89,8 @@ def _row_order(row: Row) -> tuple:
 
 
 def _windows_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
-    """Return None if all marks fit; otherwise time windows of whole steps, spread evenly over the
-    run."""
+    """Return None if `MAX_MARKS` has room for all spans; otherwise time windows of whole steps,
+    spread evenly over the run, with as many spans as fit."""
     starts = np.sort(np.array([span.start for row in rows for span in row.spans]))
     if len(starts) <= MAX_MARKS:
         return None
@@ -96,7 +98,7 @@ def _windows_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tupl
         return [(int(starts[0]), int(starts[MAX_MARKS]))]
     bounds = np.array([[step["start"], step["end"]] for step in steps])
     last = starts[np.minimum(np.searchsorted(starts, bounds[:, 0]) + MAX_MARKS, len(starts) - 1)]
-    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # Cut a step that alone has too many marks.
+    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # an early end for a step with too many marks
     counts = np.diff(np.searchsorted(starts, bounds), axis=1)[:, 0]
     share = max(1, int(len(steps) * MAX_MARKS / max(1, counts.sum())))
     while True:
@@ -107,6 +109,7 @@ def _windows_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tupl
 
 
 def _row_table(rows: list[Row], t0: int, end: int) -> list[dict[str, Any]]:
+    """Return the rows as the page reads them, without their single spans."""
     engines = sum(row.role == "rollout" for row in rows)
     bins = max(100, min(1500, OCCUPANCY_NUMBERS // max(1, engines)))
     return [
@@ -137,8 +140,8 @@ def occupancy(spans: list[Span], t0: int, end: int, bins: int) -> list[float]:
 
 
 def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict[str, list]:
-    """Return the drawn spans as columns; `kind` and `finish` are indices into `kinds` and
-    `finishes`."""
+    """Return the spans within the windows `kept` (None: all) as columns. `kind` and `finish` are
+    indices into `kinds` and `finishes`."""
     names = ("row", "lane", "start", "length", "kind", "id", "tokens", "version", "finish")
     columns: dict[str, list] = {name: [] for name in names}
     kinds: list[str] = []
@@ -169,6 +172,7 @@ def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict
 
 
 def _index(names: list[str], name: str) -> int:
+    """Return the index of `name`, which is added if absent."""
     if name not in names:
         names.append(name)
     return names.index(name)

@@ -23,8 +23,8 @@ FILE = "trace.json.gz"
 
 
 class Span(NamedTuple):
-    """A span in whole microseconds, so that rounding can't make nested spans cross. `key`: the
-    trajectory or None."""
+    """A span in whole microseconds, so that rounding can't make nested spans cross. `key`: its
+    trajectory's id, or None."""
 
     start: int
     end: int
@@ -72,6 +72,7 @@ def assign_lanes(spans: list[Span], nest: bool = True) -> list[int]:
 
 
 def _fits(stack: list[Span], span: Span) -> bool:
+    """Drop ended spans from a lane's stack. True if `span` may go inside the innermost one left."""
     while stack and stack[-1].end <= span.start:
         stack.pop()
     return (
@@ -87,7 +88,7 @@ def build_trace(run_dir: Path | str) -> Path:
     path = Path(run_dir) / FILE
     # trajectory -> (microseconds, span name, pid, tid)
     flows: dict[str, list[tuple[int, str, int, int]]] = {}
-    pids: dict[str, int] = {}  # rank's name -> process; one for a rank's attempts together
+    pids: dict[str, int] = {}  # rank's name -> process, the same in all attempts
     with whole(path) as part, gzip.open(part, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
@@ -100,8 +101,8 @@ def build_trace(run_dir: Path | str) -> Path:
 
 
 def _write_events(file, events: Iterable[dict[str, Any]], separator: bytes) -> bytes:
-    """Append events to a JSON list, the first one behind `separator`. Return the separator for the
-    next event: only the first of the list has none before it."""
+    """Append events to a JSON list, with `separator` before the first. Return the separator for the
+    next call: it is empty only until the list has an event."""
     for event in events:
         file.write(separator + msgspec.json.encode(event))
         separator = b",\n"
@@ -109,6 +110,7 @@ def _write_events(file, events: Iterable[dict[str, Any]], separator: bytes) -> b
 
 
 def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable[dict[str, Any]]:
+    """Yield the rank's part of the trace. Add its trajectories and turns to `flows`, for arrows."""
     about = {"ph": "M", "pid": pid}
     yield about | {"name": "process_name", "args": {"name": f"{rank.name} (rank {rank.rank})"}}
     yield about | {"name": "process_sort_index", "args": {"sort_index": rank.rank}}
