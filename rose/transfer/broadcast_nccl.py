@@ -26,12 +26,12 @@ from rose.comm.mailbox import gather_texts
 
 
 class TorchPieces:
-    """The process groups of this rank and `window` buffers for pieces of at most `nbytes` bytes.
+    """Carries pieces by this rank's process groups and `window` buffers of `nbytes` bytes.
 
     Construction is collective over `group`, all trainer and rollout ranks. `comms` has, by trainer
     rank, each communicator with the receiving ranks that contains this rank. `device` is this
     rank's; its type is the same on all ranks and selects NCCL or gloo. Every rank of `comms` needs
-    a GPU that it shares with no other."""
+    a GPU of its own."""
 
     def __init__(
         self,
@@ -68,8 +68,9 @@ class TorchPieces:
         self._groups = {}
         for root, comm in comms.items():
             store = distributed.PrefixStore(f"root-{root}", self._store)
-            made = _group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
-            # NCCL connects at the first collective: here, where ranks may wait for each other.
+            made = _process_group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
+            # NCCL connects at the first collective, so one is here, where ranks may wait for each
+            # other.
             made.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
             self._groups[root] = made
 
@@ -77,7 +78,7 @@ class TorchPieces:
         return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
 
     def abort(self) -> None:
-        """Abort all groups; start nothing afterwards. Otherwise NCCL's pieces that wait for a late
+        """Abort all groups; start nothing afterwards. Without that, pieces that wait for a late
         rank would stay in the device's queue until torch's watchdog ends the process."""
         for group in self._groups.values():
             group.abort()
@@ -122,7 +123,7 @@ class _Slot:
         return True
 
 
-def _group(
+def _process_group(
     store: distributed.Store, rank: int, size: int, timeout: timedelta, device: torch.device
 ):
     if device.type == "cpu":

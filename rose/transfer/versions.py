@@ -91,8 +91,8 @@ def write_hashes(
 def read_hashes(
     folder: Path, ranks: int, version: int
 ) -> tuple[list[Tensor], dict[str, Digests], Base | None]:
-    """Return the published tensors, their digests by name, and the base if they are an adapter's.
-    Raises `Missing` if a rank's file does not exist, and `Corrupted` if one is damaged."""
+    """Return the published tensors, their digests by name, and the base of an adapter. Raises
+    `Missing` if a rank's file does not exist, and `Corrupted` if one is damaged."""
     tensors: list[Tensor] = []
     below: Base | None = None
     digests: dict[str, Digests] = {}

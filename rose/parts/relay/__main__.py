@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         type=float,
         default=CACHE_GIB,
-        help=f"most on disk, default {CACHE_GIB:.0f}; 0 keeps nothing, for an UPSTREAM folder that is "
-        "as fast as a cache",
+        help=f"most on disk, default {CACHE_GIB:.0f}; 0 keeps nothing, for a folder as fast as a "
+        "cache",
     )
     parser.add_argument(
         "--token-file", metavar="FILE", type=at_home, help="default: DIR/token, created"
