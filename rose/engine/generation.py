@@ -51,10 +51,10 @@ class Generation:
         device evicts the turn (vLLM's stop_reason is `plugin.EVICTED`).
 
         An engine with `routing` also yields the experts of every token after the first `routed`
-        ones, except the turn's last token, which goes through the model in the next turn.
+        ones. The turn's last token has none, because it goes through the model in the next turn.
 
-        The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
-        continued from partial tokens doesn't draw the same random numbers again.
+        The sampler's seed is a function of `sampling.seed` and the number of tokens. So a turn that
+        is continued from partial tokens doesn't draw the same random numbers again.
 
         Raises `EngineDied`. Raises `EngineError` if the engine is inactive, if `turn_id` is already
         running here, or if a seed would kill this engine: vLLM on a CPU cannot prefill a seeded

@@ -44,9 +44,9 @@ class InactiveWorker:
         heap.release_free()  # memory that loading the model left in the allocator
 
     def rose_activate(self) -> None:
-        """Read the weights of the model's folder. Raises what vLLM's loader raises, and
-        `RuntimeError` when the weights differ from those that the folder had before, or when the
-        device has too little memory for steps."""
+        """Read the weights of the model's folder. Raises what vLLM's loader raises. Raises
+        `RuntimeError` when the weights differ from those that the folder had before, or the device
+        has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()

@@ -76,8 +76,8 @@ def slices(
     an expert of another rank. `destination` indexes a parameter with three dimensions as if its
     first two were flattened into one.
 
-    Raises `ValueError` for a tensor that this family doesn't have, a shape that differs from the
-    model's, or a `tp_size` that doesn't divide the dimension to be split.
+    Raises `ValueError` for an unknown tensor, a shape that differs from the model's, or a `tp_size`
+    that doesn't divide the dimension to be split.
     """
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")

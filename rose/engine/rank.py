@@ -71,8 +71,7 @@ class RolloutWorker:
     `mailbox` may be None until `run` is called; `start_engine` may be awaited before. `broadcast`,
     if this rank takes part in one, fills the node's mirror, a copy of new versions in shared
     memory. `hybrid` means that the engine uses a device of the trainer, beside engines with devices
-    of their own (rollout.hybrid).
-    """
+    of their own (rollout.hybrid)."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -132,6 +131,7 @@ class RolloutWorker:
                 self._broadcast.close()
 
     def _services(self) -> list[Coroutine]:
+        """Return the coroutines that `run` runs at the same time."""
         found = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
         found += [self._draft_text.run()] if self._draft_text else []
         return found + ([self._broadcast.receive()] if self._broadcast else [])

@@ -32,8 +32,8 @@ def install() -> None:
 
 
 def _has_slots(manager: Any, request: Any, new: int, lookahead: int) -> bool:
-    """True if the blocks of a running request have room for `new` tokens and `lookahead` more, and
-    no block becomes full, because vLLM must cache full blocks."""
+    """True if a running request's blocks have room for `new` tokens and `lookahead` more, and none
+    becomes full, because vLLM must cache full blocks."""
     groups = manager.coordinator.single_type_managers
     group, name = groups[0], request.request_id
     # vLLM has this count for running requests only, and only with prefix caching.

@@ -101,8 +101,8 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         **hub.OFFLINE,
     }
     if gpus:
-        # This layout keeps a block in one place instead of a part in every layer's region, so that
-        # its pages of 2 MiB can be released.
+        # This layout keeps a block in one place, not a part of it in every layer's region. So its
+        # pages of 2 MiB can be released.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
         # vLLM's warm-up would build FlashInfer's sampler with nvcc, and fail without a CUDA
         # toolkit. vLLM's own Triton kernels compute the same.
@@ -252,8 +252,8 @@ def build(args: dict, gpus: bool):
 
 
 def _after_fork() -> None:
-    """If this forked process is the engine process, let it die with the rank, and let its signals
-    not wake the event loop that it inherited."""
+    """Let the engine process die with the rank, and keep its signals out of the event loop that it
+    inherited. Called in every forked process, this changes only the engine process."""
     if _forking:
         from rose.processes import die_with_parent
 

@@ -7,8 +7,8 @@
 
 It takes and returns token ids and loads no tokenizer. Its owner restarts it after its death.
 
-On a CPU the engine starts in 3 s instead of 20, because it is forked from this process after vLLM
-is imported, and because vLLM's worker runs inside the engine process. Two rules follow:
+On a CPU the engine starts in 3 s instead of 20, for two reasons. It is forked from this process
+after vLLM is imported, and vLLM's worker runs inside the engine process. Two rules follow:
 1. The owner must not run a multi-threaded torch operation before `start`, as libgomp's thread pool
    doesn't survive a fork.
 2. `start` forks in a thread that lives as long as the owner, as the engine dies with that thread.

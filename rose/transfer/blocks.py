@@ -187,8 +187,7 @@ def take(values, offset: int, block: Block, columns: int) -> list:
 
 
 def share(sizes: Sequence[int], world: int) -> list[int]:
-    """Return a rank for each block size: the largest first, each to the rank with the least
-    load."""
+    """Return a rank for each block size: largest first, each to the rank with the least load."""
     loads, owners = [0] * world, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[i] = loads.index(min(loads))

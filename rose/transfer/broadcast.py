@@ -4,8 +4,8 @@
     trainer 1 --+--> rollout 3 of node B: /dev/shm/...  <-- the engines of rollout 3, 4
 
 One rollout rank per node receives the files and writes them to the node's `rose.transfer.mirror`.
-Each trainer rank has a communicator with these receivers only. A file is sent as a header (its
-length and name) and pieces, by MPI_Ibcast, or the pieces by NCCL (`rose.transfer.broadcast_nccl`).
+Each trainer rank has a communicator with these receivers only. By MPI_Ibcast it sends a file as a
+header (length and name) and pieces. NCCL can send the pieces (`rose.transfer.broadcast_nccl`).
 NCCL's collectives must have the same order at all ranks. So receivers take the files in the order
 of the trainer ranks' indices, version after version.
 
@@ -43,7 +43,7 @@ WINDOW = 8  # pieces in flight
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # a path in the mirror
 _HEADER = struct.Struct("<4sQ116s")  # magic, bytes, name
 _MAGIC = b"RSB2"
-_GROUP_TAG = 77  # the first tag for MPI_Comm_create_group; each trainer rank's group has the next
+_GROUP_TAG = 77  # the first tag for MPI_Comm_create_group; each trainer rank adds one
 _FIRST_PAUSE_S, _IDLE_PAUSE_S = 0.0003, 0.002
 # Pieces of abandoned transfers, kept with their memory until the process ends. MPI can't cancel
 # them, and reads or writes the memory whenever a late rank joins in.
@@ -155,6 +155,7 @@ class Broadcast:
             self._previous.join()
 
     def _send(self, previous: threading.Thread | None, name: str, buffer: np.ndarray) -> None:
+        """Send a file, after the thread of the `previous` file has ended."""
         if previous is not None:
             previous.join()
         if self._failed:
@@ -209,7 +210,7 @@ class Broadcast:
     async def _take(
         self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> None:
-        """Receive a header or a file (`body`) into `buffer`."""
+        """Receive a header, or a file if `body`, into `buffer`."""
         pause = _FIRST_PAUSE_S
         for moved in self._move(root, buffer, nbytes, end, body):
             pause = _FIRST_PAUSE_S if moved else min(pause * 1.5, _IDLE_PAUSE_S)
@@ -224,7 +225,7 @@ class Broadcast:
     def _move(
         self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> Iterator[bool]:
-        """Move `nbytes` from or into the buffer, and yield after each poll whether a piece arrived.
+        """Move `nbytes` from or into the buffer, and yield after each poll whether a piece is done.
 
         A buffer shorter than `nbytes` is used again from its start. `body` is true for a file, and
         false for its header. Raises `TransferError` if not done at the monotonic time `end`."""

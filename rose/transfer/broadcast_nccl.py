@@ -63,19 +63,19 @@ class TorchPieces:
             master_listen_fd=place.detach_listener(),
         )
         self._sends = sends
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [_Slot(nbytes, device) for _ in range(window)]
         self._groups = {}
         for root, comm in comms.items():
             store = distributed.PrefixStore(f"root-{root}", self._store)
             made = _process_group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
-            # NCCL connects at the first collective, so one is here, where ranks may wait for each
-            # other.
+            # NCCL connects at the first collective, so run one here, where ranks may wait for
+            # others.
             made.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
             self._groups[root] = made
 
     def start(self, root: int, piece: np.ndarray, slot: int) -> _Slot:
-        return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
+        return self._slots[slot].start(self._groups[root], piece, self._copy_stream, self._sends)
 
     def abort(self) -> None:
         """Abort all groups; start nothing afterwards. Without that, pieces that wait for a late
@@ -94,27 +94,29 @@ class _Slot:
         if device.type == "cuda":
             self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def start(self, group, piece: np.ndarray, copies, sends: bool) -> _Slot:
+    def start(self, group, piece: np.ndarray, copy_stream, sends: bool) -> _Slot:
+        """Begin to send or receive a piece."""
         self._into = None if sends else piece
         host, staged = self._host[: piece.size], self._staged[: piece.size]
         if sends:
             host.numpy()[:] = piece
-        if copies is None:
+        if copy_stream is None:
             work = group.broadcast(host, 0)
             self._done, self._check = work.is_completed, work.wait
             return self
-        with torch.cuda.stream(copies):
+        with torch.cuda.stream(copy_stream):
             if sends:
                 staged.copy_(host, non_blocking=True)
             # The copy stream waits for NCCL's; the caller does not wait.
             group.broadcast(staged, 0).wait()
             if not sends:
                 host.copy_(staged, non_blocking=True)
-            event = copies.record_event()
+            event = copy_stream.record_event()
             self._done, self._check = event.query, event.synchronize
         return self
 
     def Test(self) -> bool:
+        """Return True if the piece is done; see `Transit` of broadcast.py."""
         if not self._done():
             return False
         self._check()  # raises the error of a failed transfer

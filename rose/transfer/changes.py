@@ -1,11 +1,11 @@
 """Change single values of the live weights, where they are, by adding differences.
 
 For each value that a version changes, its index and its difference in the order of the floats
-(rose/transfer/payload.py) are kept: `put(1)` adds the differences, and `put(-1)` subtracts them. So
-no live value is read before the flip. On a GPU a kernel adds them (rose/transfer/delta_triton.py).
+(rose/transfer/payload.py) are kept. The flip adds the differences by `put(1)`, and `put(-1)` undoes
+it. So no live value is read before. On a GPU a kernel adds (rose/transfer/delta_triton.py).
 
-Before the flip, as many values as fit are copied to the device: 6 bytes for a bfloat16 value, an
-index of 4 and the difference. The others are copied during the flip through one small workspace on
+Before the flip, as many values as fit are copied to the device. A bfloat16 value takes 6 bytes
+there, 4 of them for its index. The others are copied during the flip through one small workspace on
 the device. That makes the pause longer, but no version is too large for the device. All device
 memory is allocated before the flip, so that the flip can't run out of it.
 """

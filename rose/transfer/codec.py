@@ -161,9 +161,8 @@ def changes(
 
     For each block return its ascending positions (c,) int32, with its shift added, and its
     differences (c,); c is 0 if it is unchanged. Differences are int16 for values of 2 bytes and
-    int32 for those of 4. A block has None if its payload is of another kind, has more than `most`
-    changes, is not of `values` values of `width` bytes, or is malformed. `apply` then raises the
-    reason."""
+    int32 for those of 4. A block has None if its payload is of another kind, size or `width`, has
+    more than `most` changes, or is malformed. `apply` then raises the reason."""
     chosen, rows, begin = [], [], 0
     for i, (payload, total, limit) in enumerate(zip(payloads, values, most, strict=True)):
         try:
@@ -204,8 +203,8 @@ def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def move(values: np.ndarray, indices: np.ndarray, by: np.ndarray, sign: int) -> None:
-    """Add `sign`, 1 or -1, times the differences `by` (c,) to the contiguous patterns `values` (n,)
-    at `indices` (c,), int32 or int64, in the order of the floats."""
+    """Add `sign`, 1 or -1, times the differences `by` (c,) to the contiguous patterns `values`
+    (n,), in the order of the floats. `indices` (c,), int32 or int64, are the positions."""
     _loops().add(values.view(DTYPES[values.itemsize]), indices, by, sign)
 
 
@@ -225,8 +224,8 @@ def digest(array: np.ndarray) -> str:
 def encode_changes(
     total: int, width: int, positions: np.ndarray, differences: np.ndarray
 ) -> np.ndarray:
-    """Return the delta (bytes,) uint8 of a block of `total` values of `width` bytes, given
-    ascending positions (c,) int32 and their differences (c,), none of them 0."""
+    """Return the delta (bytes,) uint8 of a block of `total` values of `width` bytes. They change at
+    ascending positions (c,) int32 by differences (c,), none of them 0."""
     if not positions.size:
         return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
     differences = differences.astype(np.int32, copy=False)

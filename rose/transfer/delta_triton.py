@@ -108,8 +108,8 @@ def move(
     sign: int,
     count: int | None = None,
 ) -> None:
-    """Add `sign` times `differences` (c,) int16 or int32 to the patterns of `live` (n,), of the
-    same type, at `indices` (c,) int32 or int64, all different. With `count` 0 it only compiles."""
+    """Add `sign` times `differences` (c,) to patterns of `live` (n,), of the same type, int16 or
+    int32. Their `indices` (c,) int32 or int64 are all different. `count` 0 only compiles."""
     count = len(indices) if count is None else count
     low = 0x7FFF if live.element_size() == 2 else 0x7FFFFFFF
     programs = max(1, triton.cdiv(count, MOVED))

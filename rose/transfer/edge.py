@@ -49,7 +49,7 @@ def read_plan(source: Source) -> tuple[Plan, str]:
 
 
 def list_edges(source: Source, version: int | None = None) -> set[Step]:
-    """Return the edges of one version or of all that have a folder. Some may not be committed."""
+    """Return the edges, of one version or of all, that have a folder. Some may be uncommitted."""
     folders = source.names("") if version is None else [f"v{version:06d}"]
     found = {parse_edge(f, o) for f in folders if f.startswith("v") for o in source.names(f)}
     return found - {None}
@@ -141,7 +141,7 @@ class Edge:
     def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         try:
             return self.source.read(f"{self.name}/{self.files[rank].file}", offset, length, fresh)
-        except Refused as error:  # The manifest is right, so the file is cut short or irregular.
+        except Refused as error:  # The manifest is right, so the file is cut short, or no file.
             raise Corrupted(f"not what its manifest describes: {error}") from error
 
 

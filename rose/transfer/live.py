@@ -67,8 +67,8 @@ class Live:
         Leaving it does not wait for the copies: `synchronize` does."""
         if self._side_stream is None:
             return nullcontext()
-        # A thread begins on device 0. When the context ends, torch would return to that device and
-        # create a CUDA context of half a GiB on it, for every rank of a tensor-parallel engine.
+        # A thread begins on device 0. When the context ends, torch would return there and create a
+        # CUDA context of half a GiB, for every rank of a tensor-parallel engine.
         torch.cuda.set_device(self.device)
         return torch.cuda.stream(self._side_stream)
 

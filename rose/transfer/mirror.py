@@ -6,10 +6,10 @@
 `<path>` is rose-<uid>-<run>-<mark of a process> in /dev/shm, mode 0700. The first rollout rank on
 the node owns it and is the only one that writes; the other ranks read. The mirror outlives engines.
 If its owner is killed, the launcher removes the mirror, or the next rank of the same run on this
-node, which finds by the mark (rose/processes.py) that the owner is dead.
+node does. The mark (rose/processes.py) shows that the owner is dead.
 
 The mirror is optional. If the operating system refuses anything (no memory left, no folder), only
-the edge being written is lost, and readers find it in the store's files
+the edge being written is lost. Readers find it in the store's files
 (`rose.transfer.source.Mirrored`). The mirror's pages count as memory of the job.
 """
 

@@ -190,12 +190,12 @@ def parse(start: bytes, size: int) -> Layout:
         raise ValueError(
             f"a payload of kind {kind} and width {width}; kinds are 0 to 3, widths 2 and 4"
         )
-    fields = _fields(start)
+    fields = _header_fields(start)
     values = next(fields)
     if values > MAX_VALUES:
         raise ValueError(f"a payload of {values} values; at most {MAX_VALUES} are allowed")
     if kind == DELTA:
-        layout = _delta(width, values, fields)
+        layout = _parse_delta(width, values, fields)
     else:
         layout = Plain(kind, width, values, next(fields) if kind == PLANES else 0)
     if layout.header != start[: len(layout.header)]:
@@ -205,7 +205,7 @@ def parse(start: bytes, size: int) -> Layout:
     return layout
 
 
-def _delta(width: int, values: int, fields: Iterator[int]) -> Delta:
+def _parse_delta(width: int, values: int, fields: Iterator[int]) -> Delta:
     changed, large = next(fields), next(fields)
     if not large <= changed <= values:
         raise ValueError(f"{large} large differences of {changed} of {values} values")
@@ -216,7 +216,7 @@ def _delta(width: int, values: int, fields: Iterator[int]) -> Delta:
     return Delta(width, values, changed, large, streams)
 
 
-def _fields(start: bytes) -> Iterator[int]:
+def _header_fields(start: bytes) -> Iterator[int]:
     """Yield a header's unsigned LEB128 integers, from byte 4 on."""
     value = shift = 0
     for byte in start[4:]:

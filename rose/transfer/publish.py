@@ -126,7 +126,7 @@ class Publisher:
         # know what changes.
         self._previous: dict[int, tuple[np.ndarray | None, bytes]]
         with ThreadPoolExecutor(threads, "encode") as pool:
-            first = self._zeros if plan.base else self._read_block
+            first = self._zero_block if plan.base else self._read_block
             self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
 
     def begin(self, version: int) -> None:
@@ -147,7 +147,7 @@ class Publisher:
         """Write the weights as `version`, which is committed when this returns on rank 0.
         `send(name, data)` begins to broadcast this rank's file of the edge from the last version.
 
-        Raises `TransferError`, after which this object can't be used, and `ValueError` if the
+        Raises `TransferError`, after which this object can't be used. Raises `ValueError` if the
         version is not above the last one, or not the one that was begun."""
         if self._begun is None:
             self.begin(version)
@@ -173,7 +173,7 @@ class Publisher:
         self._chain.append((version, base))
         self._since_full += nbytes
         written = time.perf_counter() - encoded
-        if self._full is None:  # Engines wait for the first one; `tidy` writes later ones.
+        if self._full is None:  # Engines need a full version; `tidy` writes later ones.
             self.write_full()
         if self._updates is not None:
             self._updates.restart()
@@ -198,7 +198,7 @@ class Publisher:
     def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
         return _with_digest(np.array(self._read(self.plan.blocks[number])))
 
-    def _zeros(self, number: int) -> tuple[np.ndarray, bytes]:
+    def _zero_block(self, number: int) -> tuple[np.ndarray, bytes]:
         block = self.plan.blocks[number]
         count = size(block, self.plan.tensors[block.tensor].columns)
         return _with_digest(np.zeros(count, self.plan.width(number)))
@@ -345,8 +345,8 @@ def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
 
 def collect(store: Path, keep: int) -> list[Step]:
     """Remove the edges that no reader needs any more. It keeps the edges to the last `keep`
-    versions, the newest full version that is old enough to lead to all of them, and the edges from
-    there on.
+    versions. It also keeps the newest full version that is old enough to lead to all of them, and
+    the edges from there on.
 
     A call removes an edge's manifest, so that the edge can't be opened any more. The next call
     removes its files, so that readers have the time of one version to end. Uncommitted edges are

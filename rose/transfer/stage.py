@@ -5,17 +5,17 @@ Staging never writes the live weights. For each block it decodes the payloads of
 one edge or several. It keeps indices and differences, or the whole new block if many values change.
 1. If the route is one edge, the live blocks are hashed where they are (rose/transfer/digests.py),
    or their hashes are known from an earlier comparison (`known_digest`). Then no live value is
-   read: added to a block with the edge's old hash, the differences yield its new hash.
-2. Otherwise, or if many values change, the live block is read, the payloads are applied to the
-   copy, and the hash of the result is compared with the manifest's.
+   read: the differences turn a block with the edge's old hash into a block with its new hash.
+2. Otherwise, or if many values change, the live block is read, and the payloads are applied to the
+   copy. The hash of the result is compared with the manifest's.
 
 A failure during staging leaves the old version as it was. `Staged.flip` only writes, and restores
 the old values if it fails. `Staged.check` hashes blocks while the weights are in use: on a GPU all
 changed blocks, on a CPU the whole ones and those that were compared when they were staged.
 
-Host memory: three blocks and twice a batch's payloads per thread, 6 bytes per changed bfloat16
-value (none once they are on the device), and whole blocks of at most `dense_bytes`. `flip` computes
-further blocks again. Device memory: see rose/transfer/changes.py, and one block while it is read or
+Host memory: three blocks and twice a batch's payloads per thread, and whole blocks of at most
+`dense_bytes`. `flip` computes further blocks again. A changed bfloat16 value takes 6 bytes until it
+is on the device. Device memory: see rose/transfer/changes.py, and one block while it is read or
 written.
 """
 
@@ -219,9 +219,9 @@ class _Decoder:
     known_digest: Callable[[int], bytes | None]
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
-        """Yield the changes of a batch of blocks: first those that are decoded without values, then
-        those of blocks that are computed whole, one by one, as a batch would take 64 MiB per
-        thread. Without `verify`, all blocks are computed whole and not compared."""
+        """Yield the changes of a batch of blocks. First come those that are decoded without values,
+        then those of blocks that are computed whole, one by one: a batch of them would take 64 MiB
+        per thread. Without `verify`, all blocks are computed whole and not compared."""
         rank, found = self.plan.blocks[batch[0]].owner, []
         for edge in self.route:
             try:
@@ -284,7 +284,7 @@ class _Decoder:
                     raise ValueError("it needs a base, and is of a full version")
                 codec.apply(payload, new)
             except ValueError as error:
-                raise _damaged(edge, block, str(error)) from None
+                raise _damaged_error(edge, block, str(error)) from None
             base = True
         wanted = steps[-1][1].new
         if not verify:
@@ -309,10 +309,10 @@ class _Decoder:
             )
         edge, entry, _ = steps[-1]
         text = f"its xxh3-128 is {xxh3(new).hex()}, the table says {entry.new.hex()}"
-        return _damaged(edge, block, text)
+        return _damaged_error(edge, block, text)
 
 
-def _damaged(edge: Edge, block: int, why: str) -> Corrupted:
+def _damaged_error(edge: Edge, block: int, why: str) -> Corrupted:
     damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {why}")
     damaged.edge = edge
     return damaged
@@ -350,7 +350,7 @@ def place_blocks(
         except ValueError as error:
             raise TransferError(str(error)) from None
         if found is not None:
-            part = found.parameter, _rectangle(found.source), _rectangle(found.destination)
+            part = found.parameter, _as_rectangle(found.source), _as_rectangle(found.destination)
             local[number] = part
             _check_fit(tensor, found.parameter, part[2], live)
     for number, block in enumerate(plan.blocks):
@@ -371,7 +371,7 @@ def place_blocks(
     return places, filled
 
 
-def _rectangle(slices: tuple[slice, ...]) -> Rectangle:
+def _as_rectangle(slices: tuple[slice, ...]) -> Rectangle:
     rows, columns = (*slices, slice(0, 1))[:2]
     return Rectangle(rows.start, rows.stop, columns.start, columns.stop)
 
@@ -391,8 +391,7 @@ def _check_fit(tensor: Tensor, parameter: str, target: Rectangle, live: Live) ->
 
 
 def _clipped(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list[Rectangle]:
-    """Return the parts of rectangles `whole` within `source`, moved as from `source` to
-    `target`."""
+    """Return the parts of rectangles `whole` in `source`, moved as from `source` to `target`."""
     down, right = target.first_row - source.first_row, target.first_column - source.first_column
     found = []
     for r in whole:

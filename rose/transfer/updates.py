@@ -2,8 +2,8 @@
 
 Between an optimizer's step and the copy of its float32 values into the bfloat16 ones, a trainer
 rank has both. `Comparison.compare` finds the values that differ. On a GPU two kernels compare and
-compact them (rose/transfer/delta_triton.py), and only positions and differences, 6 bytes a change,
-go to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
+compact them (rose/transfer/delta_triton.py). Only positions and differences, 6 bytes a change, go
+to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
 compares.
 """
 
@@ -76,7 +76,7 @@ class Comparison:
 
     def changes(self, group: int, begin: int, end: int) -> Moves:
         """Return the changes of a group's values from `begin` to `end`, with positions counted from
-        `begin`. Waits for what is still on its way from the device. Thread-safe."""
+        `begin`. Waits for changes that are not on the host yet. Thread-safe."""
         found = [self._between(windows, begin, end) for windows in self._found.get(group, [])]
         if len(found) == 1:
             return found[0]

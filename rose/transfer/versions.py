@@ -50,7 +50,7 @@ def readable(store: Path) -> list[int]:
 
 
 def linked(store: Path, folder: Path, version: int) -> Path:
-    """Make a store of hard links to all files of `store` in `folder`, which must not exist, and
+    """Make `folder`, which must not exist, a store of hard links to all files of `store`, and
     return it. It keeps files that the trainer removes later, and copies no bytes. Return `store`
     itself if the links don't lead to `version`, as on a file system without hard links."""
     try:

@@ -209,9 +209,8 @@ def look_up(nodes, heads, tail, most, overall, group, path, chances):
     """Draft at most `most` tokens after node `tail`; return the draft's length.
 
     Builds drafts for `LEVELS_TRIED` levels, and takes the draft with the most expected accepted
-    tokens. Writes its tokens into `path[0]`, their rows of the acceptance tables into `path[1]`,
-    and into `chances` the chance that a token and all before it are accepted.
-    """
+    tokens. Writes its tokens into `path[0]`, and their rows of the acceptance tables into
+    `path[1]`. `chances` receives the chance that a token and all before it are accepted."""
     places = np.empty(2 * CANDIDATES, np.int32)
     matches = np.empty(2 * CANDIDATES, np.int32)
     found = _find(nodes, heads, tail, places, matches)

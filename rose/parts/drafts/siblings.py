@@ -1,8 +1,8 @@
 """Forwards the tokens of a group's turns to the engines that draft from them.
 
-All tokens pass the coordinator. Every half second, it sends each engine that holds a turn of a
-group the new tokens that the group's other turns got on other engines. Nothing waits for them:
-tokens that arrive late, or are lost with an engine, cost drafts, but never change a turn.
+All tokens pass the coordinator. Every half second, it sends the new tokens of a group's turns to
+the other engines that hold turns of the group. Nothing waits for them: tokens that arrive late, or
+are lost with an engine, cost drafts, but never change a turn.
 """
 
 from __future__ import annotations

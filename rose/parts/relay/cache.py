@@ -24,8 +24,6 @@ CHUNK = 1 << 20
 
 
 class Chunk(NamedTuple):
-    """A piece of at most `CHUNK` bytes of a file."""
-
     path: str  # path in the store
     stat: Stat
     index: int  # number of the chunk, which begins at byte index * CHUNK
@@ -80,14 +78,14 @@ class Cache:
         if not self.limit:
             return
         write_whole(self._chunks / chunk.name, data)
-        self._add(chunk.name, len(data))
+        self._add_and_evict(chunk.name, len(data))
 
     def close(self) -> None:
         for part in self._chunks.glob("*.part"):
             part.unlink(missing_ok=True)
         self._lock.close()
 
-    def _add(self, name: str, size: int) -> None:
+    def _add_and_evict(self, name: str, size: int) -> None:
         with self._mutex:
             self.bytes += size - self._sizes.pop(name, 0)
             self._sizes[name] = size
@@ -103,4 +101,4 @@ class Cache:
             if path.suffix == ".part" or path.name.count("@") != 2:
                 path.unlink()
             else:
-                self._add(path.name, status.st_size)
+                self._add_and_evict(path.name, status.st_size)

@@ -243,6 +243,7 @@ class Relay:
         return self._share(chunk, lambda: self._read(chunk))
 
     async def _refresh(self, chunk: Chunk) -> bytes:
+        """Read a chunk from the upstream again, and cache it."""
         if (plain := self._flights.get(chunk)) is not None:
             await asyncio.wait([plain])  # Both would write the chunk's temporary file.
         data = await self._pull(chunk, True)
