@@ -51,8 +51,7 @@ class Activation:
 
         Running turns are interrupted and continue after `wake`. Raises `EngineError` for an engine
         on a GPU without vLLM's sleep mode, or if an aborted load doesn't end; `EngineDied` when the
-        process dies.
-        """
+        process dies."""
         self._check_sleep_mode()
         async with self._loading:
             self._check_active()

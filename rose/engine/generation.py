@@ -169,8 +169,8 @@ class Generation:
         self, request: str, part, version: int, generated: int, count: int
     ) -> list[tuple[int, int, int]]:
         """Split an output's `count` new tokens into (low, high, version); at least one span. With
-        each engine step's outputs, vLLM records the version of the weights. `generated` is the
-        number of the request's earlier tokens, and `version` the version at its start."""
+        each step's outputs, vLLM records the weights' version. `generated` is the number of the
+        request's earlier tokens, `version` the version at its start."""
         processor = self._llm.output_processor
         states = [
             processor.request_states[i]

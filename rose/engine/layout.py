@@ -77,8 +77,7 @@ def slices(
     first two were flattened into one.
 
     Raises `ValueError` for an unknown tensor, a shape that differs from the model's, or a `tp_size`
-    that doesn't divide the dimension to be split.
-    """
+    that doesn't divide the dimension to be split."""
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
     tensor = _Tensor(name, shape, model, tp_rank, tp_size)

@@ -55,7 +55,7 @@ class Kept:
     def _due(self, client: int, new: EngineCoreOutput) -> EngineCoreOutput | None:
         """Return what is to be sent at a request's `new` output; None if its tokens are kept."""
         request = self._requests.get(new.request_id)
-        if request is None:  # its first output, which is not kept
+        if request is None:  # first output of the request, never kept
             if new.finish_reason is None:
                 self._requests[new.request_id] = _Request(client)
             return new

@@ -68,10 +68,10 @@ class _Unsent:
 class RolloutWorker:
     """A rollout rank: serves the coordinator's turns with one engine.
 
-    `mailbox` may be None until `run` is called; `start_engine` may be awaited before. `broadcast`,
-    if this rank takes part in one, fills the node's mirror, a copy of new versions in shared
-    memory. `hybrid` means that the engine uses a device of the trainer, beside engines with devices
-    of their own (rollout.hybrid)."""
+    `mailbox` may be None until `run` is called; `start_engine` may be awaited before. A
+    `broadcast`, if there is one, fills the node's mirror with new versions. `hybrid` means that the
+    engine uses a device of the trainer, beside engines with devices of their own
+    (rollout.hybrid)."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -242,8 +242,7 @@ class RolloutWorker:
 
         The order is: weights, any version that arrived meanwhile, then the KV cache, because
         staging needs the cache's room. If an engine must be started, waits until it is up. A
-        cancellable start is not awaited, so that the next order, to sleep, can cancel it.
-        """
+        cancellable start is not awaited, so that the next order, to sleep, can cancel it."""
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -320,9 +319,8 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """Return whether `engine` is dead. Called after an error, so it first waits for news of the
-        death. A process that vLLM reports as failed is killed, because it would take seconds to
-        end."""
+        """Return whether `engine` is dead, after an error: waits for news of the death. A process
+        that vLLM reports as failed is killed, because it would take seconds to end by itself."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         if engine.alive and engine.lost:
             engine.kill()

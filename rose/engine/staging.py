@@ -73,8 +73,7 @@ class Staging:
         Polls rarely: each poll waits for the engine step in flight, and vLLM plans no step ahead
         meanwhile. `expected_s` is the slowest worker's time in `state` for the last version.
 
-        Raises `TransferError` when a worker failed, `EngineError` after `timeout_s` seconds.
-        """
+        Raises `TransferError` when a worker failed, `EngineError` after `timeout_s` seconds."""
         began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
         pause_s = max(SHORTEST_POLL_S, min(expected_s / 2, LONGEST_FIRST_POLL_S))
         while True:

@@ -35,9 +35,8 @@ class EngineDied(EngineError):
 
 
 class Latest:
-    """The scheduler statistics of vLLM's last engine step, and sums since the start. `scheduler` is
-    None before the first step. The sums count steps with running requests, drafted tokens, and
-    accepted tokens."""
+    """Scheduler statistics of vLLM's last engine step (None before the first), and sums since the
+    start: steps with running requests, drafted tokens, and accepted tokens."""
 
     scheduler = None
     steps = drafted = accepted = 0
@@ -253,7 +252,7 @@ def build(args: dict, gpus: bool):
 
 def _after_fork() -> None:
     """Let the engine process die with the rank, and keep its signals out of the event loop that it
-    inherited. Called in every forked process, this changes only the engine process."""
+    inherited. Does nothing in another forked process."""
     if _forking:
         from rose.processes import die_with_parent
 

@@ -151,8 +151,7 @@ class Engine(Activation, Generation, Staging):
         `seed` is for turns without a seed of their own. It must differ between engines; otherwise
         they draw the same samples. With `lora`, versions are those of an adapter. With `routing`,
         turns return the experts that their tokens were routed to. Raises `EngineError` with the
-        cause, or after `rollout.engine_start_timeout_s`; then no process is left.
-        """
+        cause, or after `rollout.engine_start_timeout_s`; then no process is left."""
         folder = await asyncio.to_thread(local_folder, folder)
         try:
             ends = end_tokens(folder, model.end_of_turn)
@@ -207,8 +206,7 @@ class Engine(Activation, Generation, Staging):
         - `EngineDied` when the process died, or was killed because its weights were neither the old
           nor the new ones.
 
-        After an error or a cancellation, the next version can be loaded if the engine lives.
-        """
+        After an error or a cancellation, the next version can be loaded if the engine lives."""
         timeout_s = transfer.load_timeout_s
         update = {
             "version": version,

@@ -170,7 +170,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._receiver is None or self._receiver.where != (info.store, info.mirror):
                 if self._receiver is not None:
                     self._receiver.close()
-                    self._receiver = None  # for the case that the next line raises
+                    self._receiver = None  # no closed receiver if the next line raises
                 self._receiver = Receiver(
                     info.store, info.mirror, info.token_file, self._places, self._live
                 )

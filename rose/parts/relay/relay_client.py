@@ -141,6 +141,7 @@ class Relayed:
 
     def _ask(self, kind: str, path: str, type: type[T]) -> T:
         """Return the relay's JSON answer of type `type`; retry as `_retry` does."""
+
         def attempt(wait_s: float) -> T:
             response = self._request(kind, path, wait_s, {})
             try:
