@@ -1,6 +1,6 @@
-"""vLLM behind a small interface (start, generate, abort, load_version, stats, shutdown), its
-returnable KV memory, and the rollout rank around it (`rank`).
+"""A wrapper of vLLM with a small interface (start, generate, abort, load_version, stats, shutdown),
+and the rollout rank that owns it (`rank`). An engine can release its memory and take it again.
 
-It may import `rose.config`, `rose.comm`, `rose.observe` and `rose.transfer`; it knows nothing of
-the scheduler, the trainer or lending. Importing this package imports neither vLLM nor torch.
+This package may import `rose.config`, `rose.comm`, `rose.observe` and `rose.transfer`; it knows
+nothing of the scheduler, the trainer or lending. Importing it imports neither vLLM nor torch.
 """

@@ -1,9 +1,9 @@
-"""A mixin of `Engine` that releases the memory of its weights and KV cache and takes it again.
+"""A mixin of `Engine` that releases the memory of weights and KV cache, and later takes it again.
 
 There are two ways:
-1. `deactivate` forgets the weights; `activate` reads them again from the model's folder.
-2. `sleep` keeps the weights, and so the policy version, in host memory. An engine and a trainer
-   rank that use the same device alternately work this way.
+1. `deactivate` drops the weights; `activate` reads them again from the model's folder.
+2. `sleep` keeps the weights, and so the policy version, in host memory; `wake_weights` and `wake`
+   bring all back. An engine and a trainer rank that use the same device alternately work this way.
 
 rose/engine/inactive.py does the work inside vLLM's worker.
 """
@@ -17,7 +17,7 @@ from rose.engine import plugin
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-# Bounds reading the weights again, and waiting for a worker's thread that still reads them.
+# Bounds reading the weights again, and the wait for a thread of a worker that reads them.
 ACTIVATE_TIMEOUT_S = 300.0
 
 
@@ -37,45 +37,43 @@ NOTHING = Moved(0.0, 0.0, 0.0)
 
 
 class Activation:
-    """Puts an engine to sleep and wakes it, deactivates and activates it."""
+    """Puts an engine to sleep and wakes it, or deactivates and activates it."""
 
     active = True  # false from `deactivate` to `activate`
-    # True while the weights are in host memory and there is no KV cache. Turns wait meanwhile.
-    asleep = False
-    # Number of times that the engine slept or was deactivated. It is part of the salt of cached
-    # prefixes, so that a prefix from before never matches afterwards.
-    _activations = 0
+    asleep = False  # true from `sleep` to `wake`; turns wait meanwhile
+    # Number of times that the engine slept or was deactivated. It is part of the prefix cache's
+    # salt, so that prefixes that were cached before never match afterwards.
+    _releases = 0
     _weights_here = True  # false from `sleep` to `wake_weights`
 
     async def sleep(self) -> Moved:
         """Release the KV cache and, on a GPU, the weights, which are copied to host memory.
 
-        Running turns are interrupted and continue after `wake`. Raises `EngineError` on a GPU
-        without vLLM's sleep mode and when `Staging._end_session` does; `EngineDied` when the
-        process dies.
-        """
+        Running turns are interrupted and continue after `wake`. Raises `EngineError` for an engine
+        on a GPU without vLLM's sleep mode, or if an aborted load doesn't end; `EngineDied` when the
+        process dies."""
         self._check_sleep_mode()
         async with self._loading:
             self._check_active()
             await self._end_session(ACTIVATE_TIMEOUT_S)
             self._weights_here = False
             if not self.asleep:
-                self.asleep, self._activations = True, self._activations + 1
+                self.asleep, self._releases = True, self._releases + 1
                 self._open.clear()
                 await self._pause("recompute", clear_cache=True)
             return _moved(await self._worker_or_death("rose_sleep"))
 
     async def wake_weights(self) -> Moved:
-        """Bring the weights back to the device; then `load_version` is possible. This is the first
-        half of waking; `wake` is the second. Raises `EngineDied`."""
+        """Bring the weights back to the device. This is the first half of waking, after which
+        `load_version` is possible; `wake` is the second half. Raises `EngineDied`."""
         async with self._loading:
             moved = _moved(await self._worker_or_death("rose_wake", "weights"))
             self._weights_here = True
             return moved
 
     async def wake(self) -> Moved:
-        """Take the KV cache's memory again and serve. Raises `EngineDied`, and `EngineError` when
-        `wake_weights` was not called before."""
+        """Take the KV cache's memory again and serve. Raises `EngineError` unless `wake_weights`
+        was called before, and `EngineDied`."""
         async with self._loading:
             if not self.asleep:
                 return NOTHING
@@ -89,18 +87,17 @@ class Activation:
 
     async def deactivate(self) -> None:
         """Release the memory of weights and KV cache, and keep the process. Running turns end with
-        finish ABORT. Raises `EngineError` on a GPU without vLLM's sleep mode and when
-        `Staging._end_session` does; `EngineDied` when the process dies."""
+        finish ABORT. Raises as `sleep` does."""
         self._check_sleep_mode()
         async with self._loading:
             if not self.active:
                 return
             await self._end_session(ACTIVATE_TIMEOUT_S)
-            self.active, self._activations = False, self._activations + 1
+            self.active, self._releases = False, self._releases + 1
             for turn in self._turns.values():
                 turn.aborted = True
-            # vLLM can't clear the prefix cache while blocks are withheld, so it stays. The changed
-            # salt keeps it from matching.
+            # vLLM can't clear the prefix cache while blocks are withheld. So the cache stays, and
+            # the changed salt keeps it from matching.
             await self._pause("recompute")
             await self._set_scheduler_inactive(True)
             await self._worker_or_death("rose_deactivate")
@@ -121,8 +118,9 @@ class Activation:
             self.active = True
 
     async def _set_scheduler_inactive(self, inactive: bool) -> None:
-        """Let vLLM's scheduler, on a shared device, take no KV memory while `inactive`."""
-        # The plugin defines `rose_set_inactive` under this condition.
+        """Make vLLM's scheduler on a shared device take no KV memory while `inactive`."""
+        # vLLM has `rose_set_inactive` only on a shared device, where a part adds it
+        # (rose/engine/plugin.py).
         if plugin.FOLDER in os.environ:
             await self._call(
                 self._llm.engine_core.call_utility_async("rose_set_inactive", inactive),
@@ -130,8 +128,8 @@ class Activation:
             )
 
     async def _worker_or_death(self, method: str, *args) -> list:
-        """Call `method` in every worker, and kill the engine process if it fails. A failure midway
-        leaves weights that belong to no version. Raises `EngineDied`."""
+        """Call `method` in every worker. If it fails, kill the engine process, because a failure
+        midway leaves weights that belong to no version. Raises `EngineDied`."""
         try:
             return await self._worker(method, ACTIVATE_TIMEOUT_S, *args)
         except (TransferError, EngineError) as error:
@@ -152,13 +150,13 @@ class Activation:
         if not self.active:
             raise EngineError(f"engine process {self.pid} is inactive: activate() first")
 
-    def _check_weights(self) -> None:
+    def _check_weights_here(self) -> None:
         self._check_active()
         if not self._weights_here:
             raise EngineError(f"engine process {self.pid} is asleep: wake_weights() first")
 
 
 def _moved(found: list[list[float]]) -> Moved:
-    """Combine the workers' (released, free, total) in GiB: each is the smallest of all workers."""
+    """Combine the workers' (released, free, total) in GiB into the smallest value of each."""
     released, free, total = zip(*found, strict=False)
     return Moved(min(released, key=abs), min(free), min(total))

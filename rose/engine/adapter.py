@@ -1,10 +1,10 @@
 """The LoRA adapter of an engine: one adapter that every turn uses and that new versions overwrite.
 
-vLLM wraps the layers that the adapter targets and keeps its matrices in slots beside them, one pair
-for each projection of a fused layer: A as (rank, columns), and B, times alpha / rank, as
-(rows, rank). ROSE's engines have one slot. It begins with zeros, which leaves the base model as it
-is. Afterwards only rose/engine/weight_transfer.py writes there, in place, so that CUDA graphs and
-running requests need no change. All functions but `adapter_request` run in vLLM's worker.
+vLLM wraps the layers that the adapter targets. It keeps the adapter's matrices in slots beside
+them, one pair for each projection of a fused layer: A as (rank, columns), and B, times alpha /
+rank, as (rows, rank). ROSE's engines have one slot. It begins with zeros, which leaves the base
+model as it is. Afterwards only rose/engine/weight_transfer.py writes there, in place, so that CUDA
+graphs and running requests need no change. All functions but `adapter_request` run in a worker.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import nn
 
 from rose.config.trainer import FUSED
 
-ID = 1
+ID = 1  # vLLM's number of the adapter
 
 
 def adapter_request():
-    """vLLM's `LoRARequest` that selects the adapter."""
+    """Return vLLM's `LoRARequest` that selects the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("rose", ID, "none: versions are put into the slot")
 
 
 def begin(model_runner) -> None:
-    """Create the adapter, all zeros, and activate it in the slot."""
+    """Create the adapter, filled with zeros, and activate it in the slot."""
     manager = model_runner.lora_manager
     manager.add_dummy_lora(adapter_request(), 1)
     manager.set_active_adapters({adapter_request()}, None)
@@ -38,16 +38,15 @@ def begin(model_runner) -> None:
 
 
 def base(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Map the name that a parameter has in a model without LoRA to the parameter."""
+    """Return the model's parameters by the names that they have in a model without LoRA."""
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
 
 
 def slots(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Map the name that each matrix has in a version to the slot's memory for it. Shapes are (rank,
-    columns) for A and (rows, rank) for B, with the slot's rank. The result is empty in an engine
-    without LoRA."""
+    """Return the slot's memory for each matrix, by the matrix's name in a version. Shapes are
+    (rank, columns) for A and (rows, rank) for B, with the slot's rank. Empty without LoRA."""
     found = {}
-    for name, layer in _wrapped(model).items():
+    for name, layer in _wrapped_layers(model).items():
         parent, _, fused = name.rpartition(".")
         for number, projection in enumerate(p for p, f in FUSED.items() if f == fused):
             at = f"{parent}.{projection}"
@@ -57,32 +56,32 @@ def slots(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def clear(model: nn.Module) -> None:
-    """Fill the adapter with zeros, also after its memory lost its content."""
+    """Fill the adapter with zeros. Also needed after the adapter's memory has lost its content."""
     for values in slots(model).values():
         values.zero_()
     if hasattr(model, "lora_manager"):
-        # Makes vLLM write its adapter indices again: the memory that holds them was lost, too.
+        # vLLM must write its adapter indices again, because their memory may be lost, too.
         model.lora_manager._last_mapping = None
 
 
 @contextmanager
 def detached(model: nn.Module) -> Iterator[None]:
     """Unwrap the layers within this context, because vLLM's loader knows only the names of
-    unwrapped layers. No step may run meanwhile."""
-    wrapped = _wrapped(model)
+    unwrapped layers. No engine step may run meanwhile."""
+    wrapped = _wrapped_layers(model)
     for name, layer in wrapped.items():
-        _put(model, name, layer.base_layer)
+        _replace_layer(model, name, layer.base_layer)
     try:
         yield
     finally:
         for name, layer in wrapped.items():
-            _put(model, name, layer)
+            _replace_layer(model, name, layer)
 
 
-def _wrapped(model: nn.Module) -> dict[str, nn.Module]:
+def _wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
     return model.lora_manager.modules if hasattr(model, "lora_manager") else {}
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+def _replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, layer)

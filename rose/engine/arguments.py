@@ -18,8 +18,8 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def names() -> set[str]:
-    """Return the argument names of the installed vLLM; empty if none is installed, or if its file
-    is not at `FILE`."""
+    """Return the argument names of the installed vLLM; empty without vLLM, or without `FILE` in
+    it."""
     spec = importlib.util.find_spec("vllm")
     folders = (spec and spec.submodule_search_locations) or ()
     files = [path for folder in folders if (path := Path(folder) / FILE).is_file()]
@@ -33,7 +33,7 @@ def names() -> set[str]:
 
 def check(c: Config) -> None:
     """Raise `ConfigError` for an argument in rollout.engine_args that vLLM doesn't have. A job in a
-    container is not checked, since its vLLM is the container's."""
+    container is not checked, because it uses the container's vLLM."""
     given = c.rollout.engine_args
     known = names() if given and not c.cluster.contained else set()
     for name, value in given.items() if known else ():

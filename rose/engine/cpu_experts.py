@@ -1,8 +1,8 @@
 """vLLM's experts on a CPU, with their weights in the order in which they were read.
 
 vLLM's own kernels reorder each expert's weights when they are loaded, so that an update in place
-would change the wrong values. Here every expert that has tokens is two plain matrix products in the
-weights' dtype: slower, and exact in float32. CPU engines serve tests and small models only.
+would change the wrong values. Here each expert computes its tokens by two plain matrix products in
+the weights' dtype: slower, and exact in float32. CPU engines serve tests and small models only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 def keep_plain() -> None:
-    """Replace vLLM's CPU experts for all models that this process loads afterwards."""
+    """Make vLLM's CPU experts keep their weights as read, and compute by `_apply`. This holds for
+    all models that the process loads afterwards."""
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = _apply
 
@@ -29,10 +30,11 @@ def _apply(
     topk_ids: torch.Tensor,  # (tokens, top k)
     activation: MoEActivation,
     global_num_experts: int,
-    expert_map: torch.Tensor | None,  # (experts of all ranks,) -> this rank's, or -1
+    expert_map: torch.Tensor | None,  # (experts of all ranks,): number on this rank or -1
     *_,
     **__,
 ) -> None:
+    """Write each token's weighted sum over its experts into `output`."""
     if activation != MoEActivation.SILU:
         raise NotImplementedError(f"experts with {activation} on a CPU; ROSE has SILU")
     local = topk_ids if expert_map is None else expert_map[topk_ids.long()]

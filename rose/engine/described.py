@@ -1,8 +1,7 @@
-"""Describes an engine: what vLLM chose for it, and what vLLM warned of. Where vLLM falls back to a
-slower way, it says so in a log only.
+"""Description of an engine: what vLLM chose for it, and vLLM's warnings.
 
-`listen` must be called before vLLM reads its configuration. A forked engine process goes on with
-the list of its parent.
+When vLLM falls back to a slower implementation, only its log has a warning. `listen` must be called
+before vLLM reads its configuration. A forked engine process continues its parent's list.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = " ".join(printable(record.getMessage()).split())
-        except Exception:  # whatever formatting raises, as in logging's own handlers
+        except Exception:  # any error of formatting, as in logging's own handlers
             self.handleError(record)
             return
         self.texts.setdefault((record.pathname, record.lineno), text)
@@ -53,8 +52,8 @@ def listen() -> None:
 
 
 def lines(config: Any) -> list[str]:
-    """Return what is chosen in vLLM's `config`, which a model was built by, and then one line for
-    each warning."""
+    """Return a line with vLLM's choices for this engine, and a line for each warning. `config` is
+    vLLM's config, after it was used to build the model."""
     import vllm
 
     layers = config.compilation_config.static_forward_context.values()

@@ -16,50 +16,49 @@ from rose.engine.start import EngineDied, EngineError
 
 
 class Chunk(NamedTuple):
-    """The tokens of a turn since its last chunk, all of one policy version. `logprobs` are those of
-    the distribution that the tokens were sampled from: after rollout.temperature, and over the
-    tokens that rollout.top_p and top_k leave."""
+    """New tokens of a turn, all of one policy version. `logprobs` are of the distribution that they
+    were sampled from, after rollout.temperature, rollout.top_p and rollout.top_k."""
 
     tokens: list[int]
     logprobs: list[float]
     version: int  # policy version that generated the tokens
     finish: protocol.FinishReason | None
     cached_tokens: int  # prompt tokens found in the prefix cache
-    # The experts of `routed` tokens, as in `protocol.TurnResult`. An engine with `routing` sends
-    # them with the chunk that ends a vLLM request.
+    # The experts that `routed` tokens were routed to, as in `protocol.TurnResult`. An engine with
+    # `routing` sends them with the last chunk of a vLLM request.
     experts: bytes = b""
     routed: int = 0
 
 
 @dataclass
 class Turn:
+    """A running turn."""
+
     request: str  # id of the vLLM request that generates the turn's tokens
     aborted: bool = False
-    evicted: bool = False  # true if the engine's co-serving scheduler evicted it
+    evicted: bool = False  # true if the scheduler of an engine on a shared device evicted it
 
 
 class Generation:
-    """Generates and aborts the turns of an engine. `_turns` maps the ids of running turns to
-    them."""
+    """Generates and aborts the turns of an engine. `_turns` has the running turns by id."""
 
     async def generate(
         self, turn_id: str, tokens: bytes, sampling: protocol.Sampling, routed: int = 0
     ) -> AsyncIterator[Chunk]:
-        """Continue `tokens` (int32, packed), and yield what is generated.
+        """Generate the tokens that follow `tokens` (int32, packed), and yield them in chunks.
 
-        Only the last chunk has `finish`. It is ABORT after `abort`, and when a co-serving engine
-        evicts the turn (vLLM's stop_reason is `plugin.EVICTED`).
+        Only the last chunk has `finish`. It is ABORT after `abort`, and when an engine on a shared
+        device evicts the turn (vLLM's stop_reason is `plugin.EVICTED`).
 
         An engine with `routing` also yields the experts of every token after the first `routed`
-        ones, except the turn's last token: it goes through the model with the next turn.
+        ones. The turn's last token has none, because it goes through the model in the next turn.
 
-        The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
-        continued from partial tokens doesn't draw the same random numbers again.
+        The sampler's seed is a function of `sampling.seed` and the number of tokens. So a turn that
+        is continued from partial tokens doesn't draw the same random numbers again.
 
-        Raises `EngineDied`; `EngineError` if the engine is inactive, if `turn_id` is already
+        Raises `EngineDied`. Raises `EngineError` if the engine is inactive, if `turn_id` is already
         running here, or if a seed would kill this engine: vLLM on a CPU cannot prefill a seeded
-        prompt in chunks.
-        """
+        prompt in chunks."""
         self._check_active()
         if turn_id in self._turns:
             raise EngineError(f"turn {turn_id} is already running on this engine")
@@ -89,7 +88,7 @@ class Generation:
                 async for chunk in self._stream(turn, turn_id, prompt, sampling, left, routed):
                     prompt += chunk.tokens
                     routed += chunk.routed
-                    # `abort` was called before vLLM had the request.
+                    # `abort` may have been called before vLLM had the request.
                     if turn.aborted and chunk.finish is None:
                         await self._llm.abort(turn.request)
                     interrupted = chunk.finish is protocol.FinishReason.ABORT and not (
@@ -110,7 +109,7 @@ class Generation:
         max_tokens: int,
         routed: int,
     ) -> AsyncIterator[Chunk]:
-        """Run one vLLM request to its end, whatever ends it, and yield its output."""
+        """Run one vLLM request until it ends for any reason, and yield its output."""
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -131,15 +130,15 @@ class Generation:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # `stop_token_ids` alone end a turn, not the end token of a tokenizer that vLLM loads.
+            # Otherwise a turn would also end at the end token of a tokenizer that vLLM loads.
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
             routed_experts_prompt_start=routed,
             skip_clone=True,
         )
-        # The salt keeps prefixes from matching that other weights cached, or whose memory was
-        # released since.
-        request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._activations}")
+        # By the salt, a cached prefix matches only if the same weights computed it, and its memory
+        # was not released since.
+        request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._releases}")
         self._prompted += len(prompt)
         try:
             outputs = self._llm.generate(request, params, turn.request, lora_request=self._adapter)
@@ -169,9 +168,9 @@ class Generation:
     def _version_spans(
         self, request: str, part, version: int, generated: int, count: int
     ) -> list[tuple[int, int, int]]:
-        """Split the `count` new tokens of an output into (low, high, version); at least one span.
-        vLLM notes with each engine step's outputs which weights generated them. `generated` is the
-        number of the request's earlier tokens, `version` the version at its start."""
+        """Split an output's `count` new tokens into (low, high, version); at least one span. With
+        each step's outputs, vLLM records the weights' version. `generated` is the number of the
+        request's earlier tokens, `version` the version at its start."""
         processor = self._llm.output_processor
         states = [
             processor.request_states[i]
@@ -193,7 +192,7 @@ class Generation:
         return found or [(0, count, begins[-1][1])]
 
     async def abort(self, turn_id: str) -> None:
-        """End a turn with finish ABORT and the tokens so far. An unknown turn has already ended."""
+        """End a turn, unless it has already ended, with finish ABORT and the tokens so far."""
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.aborted = True

@@ -1,12 +1,12 @@
 """A mixin of vLLM's worker that releases its weights and KV cache, but keeps its process, kernels
 and CUDA graphs.
 
-A deactivated worker forgets the weights; a sleeping one keeps them in host memory.
+A deactivated worker drops the weights; a sleeping worker keeps them in host memory.
 
 On a GPU this uses vLLM's sleep mode: level 2, which keeps nothing, to deactivate, and level 1 to
-sleep. vLLM's sleep mode does nothing on a CPU, so there we drop the pages of the parameters. Either
-way every tensor keeps its address, and to activate, vLLM's loader reads the weights from the
-model's folder into the same tensors. Importing this module imports vLLM.
+sleep. On a CPU, where vLLM's sleep mode does nothing, we release memory pages ourselves. Either way
+every tensor keeps its address. So `rose_activate` has vLLM's loader read the weights into the same
+tensors. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InactiveWorker:
 
     # Checksums of the weights in the model's folder; None until a deactivation has taken them.
     _rose_initial: dict[str, str] | None = None
-    _rose_asleep: set[str] | frozenset[str] = frozenset()  # tags not woken yet
+    _rose_asleep: set[str] | frozenset[str] = frozenset()  # tags of memory that is released
 
     def rose_deactivate(self) -> None:
         """Release weights and KV cache without a copy; on a GPU by vLLM's sleep mode."""
@@ -44,9 +44,9 @@ class InactiveWorker:
         heap.release_free()  # memory that loading the model left in the allocator
 
     def rose_activate(self) -> None:
-        """Read the weights of the model's folder. Raises what vLLM's loader raises, and
-        `RuntimeError` when the weights differ from those that the folder had before, or when the
-        device has too little memory for steps."""
+        """Read the weights of the model's folder. Raises what vLLM's loader raises. Raises
+        `RuntimeError` when the weights differ from those that the folder had before, or the device
+        has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()
@@ -60,14 +60,15 @@ class InactiveWorker:
             )
 
     def _rose_release_cache(self) -> set[tuple[int, int]]:
-        """Return the storages of the KV cache, for `rose_deactivate` to release on a CPU. An
-        extension that maps the cache by block releases its blocks here, and returns none."""
+        """Return the KV cache's storages, which `rose_deactivate` releases on a CPU. An extension
+        that maps the cache by block releases its blocks here, and returns an empty set."""
         return _storages(self.model_runner.kv_caches)
 
     def _rose_regain_cache(self) -> None:
-        """Take again what an extension released in `_rose_release_cache`."""
+        """Take again the memory that an extension released in `_rose_release_cache`."""
 
     def _read_folder(self) -> None:
+        """Load the weights of the model's folder, and clear the adapter."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad(), adapter.detached(model):
             loader = get_model_loader(self.vllm_config.load_config)
@@ -75,9 +76,9 @@ class InactiveWorker:
         adapter.clear(model)
 
     def rose_sleep(self) -> tuple[float, float, float]:
-        """Release the KV cache and, on a GPU, the weights, of which host memory keeps a copy. Does
-        nothing to a worker that is fully asleep. Returns GiB released, free on the device
-        afterwards, and the device's total."""
+        """Release the KV cache and, on a GPU, the weights, which are copied to host memory. Does
+        nothing to a worker that is fully asleep. Returns the device's GiB released, free
+        afterwards, and in all."""
         before = memory.device_memory(self.device)
         if self.device.type != "cpu":
             if self._rose_asleep != SLEEP_TAGS:
@@ -86,20 +87,21 @@ class InactiveWorker:
             release_pages(_storages(self.model_runner.kv_caches))
             heap.release_free()
         self._rose_asleep = set(SLEEP_TAGS)
-        return self._rose_moved(before)
+        return self._rose_memory_since(before)
 
     def rose_wake(self, tag: str) -> tuple[float, float, float]:
-        """Take the memory of `tag`, "weights" or "kv_cache", again; the result is `rose_sleep`'s.
-        On a CPU there is nothing to do: the weights never left, and the system maps the KV cache's
-        pages as they are touched."""
+        """Take the memory of `tag`, "weights" or "kv_cache", again. Returns what `rose_sleep`
+        returns. On a CPU there is nothing to do: the weights never left, and the system maps the KV
+        cache's pages as they are touched."""
         before = memory.device_memory(self.device)
         if tag in self._rose_asleep:
             if self.device.type != "cpu":
                 self.wake_up([tag])
             self._rose_asleep.remove(tag)
-        return self._rose_moved(before)
+        return self._rose_memory_since(before)
 
-    def _rose_moved(self, before: memory.DeviceMemory) -> tuple[float, float, float]:
+    def _rose_memory_since(self, before: memory.DeviceMemory) -> tuple[float, float, float]:
+        """Return GiB released since `before`, free, and total."""
         now = memory.device_memory(self.device)
         return now.freed_since(before), now.free, now.total
 

@@ -6,10 +6,10 @@ Pure functions. They cover the decoder family that Qwen2, Qwen3 and Llama share:
 - key-value heads are replicated where there are fewer of them than ranks;
 - the vocabulary is padded to a multiple of 64 and split;
 - norms, and the routers of Qwen3's mixtures, are on every rank;
-- a layer's experts lie in two parameters, one expert below the other: `w13_weight`, with gate above
-  up, and `w2_weight`. An expert is split like an MLP or, with expert parallelism, lies whole on one
+- a layer's experts are in two parameters, one expert below the other: `w13_weight`, with gate above
+  up, and `w2_weight`. An expert is split like an MLP or, with expert parallelism, is whole on one
   rank;
-- adapters have one pair of matrices for each projection, fused or not.
+- adapters have one pair of matrices for each projection, also for those that are fused.
 
 Quantized layouts are not supported.
 """
@@ -46,9 +46,9 @@ class LocalSlice(NamedTuple):
 def cuts(
     name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]
 ) -> tuple[list[int], list[int]]:
-    """Rows and columns of HF tensor `name` at which a rank's part begins or ends, ascending. All
-    tensor-parallel `degrees` count. Degrees that don't divide the model are skipped, as no engine
-    can have them. Raises `ValueError` as `slices` does."""
+    """Return the rows and columns of HF tensor `name` at which a rank's part begins or ends,
+    ascending, for all tensor-parallel `degrees`. Degrees that don't divide the model are skipped,
+    as no engine can have them. Raises `ValueError` as `slices` does."""
     found: tuple[set[int], set[int]] = (set(), set())
     slices(name, shape, model, 0, 1)
     for degree in degrees:
@@ -70,15 +70,14 @@ def slices(
     tp_size: int,
     expert_parallel: bool = False,
 ) -> LocalSlice | None:
-    """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds.
+    """Return the part of HF tensor `name` that rank `tp_rank` of `tp_size` holds.
 
     None for `lm_head.weight` of a model with tied embeddings, which vLLM keeps only once, and for
-    an expert of another rank. For a parameter with three dimensions, `destination` indexes it with
-    the first two flattened into one.
+    an expert of another rank. `destination` indexes a parameter with three dimensions as if its
+    first two were flattened into one.
 
-    Raises `ValueError` for a tensor that this family doesn't have, a shape that differs from the
-    model's, or a `tp_size` that doesn't divide the dimension to be split.
-    """
+    Raises `ValueError` for an unknown tensor, a shape that differs from the model's, or a `tp_size`
+    that doesn't divide the dimension to be split."""
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
     tensor = _Tensor(name, shape, model, tp_rank, tp_size)
@@ -125,7 +124,7 @@ def slices(
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the model's folder, of which rank `rank` of `size` holds a part."""
+    """A tensor of the model's folder. Tensor-parallel rank `rank` of `size` holds a part of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,9 +133,9 @@ class _Tensor(NamedTuple):
     size: int
 
     def adapter(self, matrix: str, projection: str, kind: str) -> LocalSlice:
-        """The part of an adapter's matrix beside the part of the base matrix that this rank holds.
-        It has the same columns of A (rank, columns), or the same rows of B (rows, rank). The
-        destination begins at 0 in the engine's slot, whose LoRA rank may be larger."""
+        """Return this rank's part of an adapter's matrix: the same columns of A (rank, columns), or
+        rows of B (rows, rank), as its part of the base matrix. The destination begins at 0 in the
+        engine's slot, whose LoRA rank may be larger than the adapter's."""
         whole = self.model.projections.get(projection)
         if whole is None:
             raise ValueError(f"tensor {self.name!r} is beside no projection of a layer")
@@ -149,26 +148,27 @@ class _Tensor(NamedTuple):
         return LocalSlice(self.name, local, source)
 
     def expert(self, prefix: str, number: int, projection: str) -> LocalSlice:
-        """The part of an expert that this rank holds; `number` counts the experts of this rank."""
+        """Return this rank's part of an expert; `number` counts the rank's experts."""
         width = self.divide(self.model.expert_intermediate)
         own, hidden = slice(self.rank * width, (self.rank + 1) * width), self.model.hidden
         whole, experts = slice(0, hidden), f"{prefix}routed_experts"
         if projection == "down_proj":
-            below = slice(number * hidden, (number + 1) * hidden)
-            return LocalSlice(f"{experts}.w2_weight", (below, slice(0, width)), (whole, own))
+            rows = slice(number * hidden, (number + 1) * hidden)
+            return LocalSlice(f"{experts}.w2_weight", (rows, slice(0, width)), (whole, own))
         start = (2 * number + (projection == "up_proj")) * width
-        below = slice(start, start + width)
-        return LocalSlice(f"{experts}.w13_weight", (below, whole), (own, whole))
+        rows = slice(start, start + width)
+        return LocalSlice(f"{experts}.w13_weight", (rows, whole), (own, whole))
 
     def vocabulary(self) -> LocalSlice:
+        """Return this rank's rows of an embedding. vLLM pads the vocabulary before it is split."""
         vocab = self.model.vocab
         per_rank = self.divide(-(-vocab // VOCAB_PADDING) * VOCAB_PADDING)
         first, last = (min(rank * per_rank, vocab) for rank in (self.rank, self.rank + 1))
         return _rows(self.name, 0, first, last - first, self.shape)
 
     def qkv(self, prefix: str, projection: str, kind: str) -> LocalSlice:
-        """The part of q, k or v in this rank's qkv_proj, whose rows are the rank's query heads,
-        then its key heads, then its value heads."""
+        """Return the part of q, k or v in this rank's qkv_proj. Its rows are the rank's query
+        heads, then the key heads, then the value heads."""
         model = self.model
         total = (model.heads if projection == "q_proj" else model.kv_heads) * model.head_dim
         self.expect((total,) if kind == "bias" else (total, model.hidden))
@@ -183,11 +183,13 @@ class _Tensor(NamedTuple):
         return _rows(f"{prefix}self_attn.qkv_proj.{kind}", start, rank * rows, rows, self.shape)
 
     def divide(self, total: int) -> int:
+        """Return a rank's share of `total`. Raises `ValueError` if it is not whole."""
         if total % self.size:
             raise ValueError(f"tensor {self.name!r}: {total} can't be split into {self.size}")
         return total // self.size
 
     def expect(self, shape: tuple[int, ...]) -> None:
+        """Raise `ValueError` unless the tensor has this shape."""
         if tuple(self.shape) != shape:
             raise ValueError(
                 f"tensor {self.name!r} has shape {tuple(self.shape)}; the model's config says "
@@ -198,6 +200,7 @@ class _Tensor(NamedTuple):
 def _rows(
     parameter: str, destination: int, source: int, rows: int, shape: tuple[int, ...]
 ) -> LocalSlice:
+    """Return the copy of `rows` whole rows from row `source` to row `destination`."""
     rest = tuple(slice(0, size) for size in shape[1:])
     return LocalSlice(
         parameter,

@@ -1,10 +1,10 @@
-"""Sends a turn's tokens from the engine process once in `rollout.stream_interval` tokens.
+"""Send a turn's tokens from the engine process in batches of `rollout.stream_interval` tokens.
 
-vLLM sends every token of every request at each engine step: three numpy arrays of log-probabilities
-a token, encoded by the engine process and decoded by the rank, which then waits until
-`stream_interval` tokens are there. With 256 requests, on the host of an H200, the encoding took
-1.7 ms a step, in which the engine's own thread made no progress, and the rank 7 ms. Here the engine
-process keeps these tokens. What the reader of a turn receives stays the same.
+vLLM itself sends each token at its engine step, with three numpy arrays of log-probabilities. The
+engine process encodes them, and the rank decodes them and waits for `stream_interval` tokens. With
+256 requests on the host of an H200, the decoding took 7 ms a step. The encoding took 1.7 ms, during
+which the engine's own thread made no progress. With this patch, the engine process keeps the tokens
+until a batch is due. The reader of a turn receives the same chunks as without it.
 
 `install` patches vLLM in the process that calls it, and in processes forked from there.
 """
@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsLists
 
 
 class _Request:
-    """The outputs of a request since the last that was sent."""
+    """The outputs of a request that were not sent yet."""
 
     __slots__ = ("client", "outputs", "tokens")
 
@@ -33,6 +33,7 @@ class _Request:
         self.tokens = 0
 
     def take(self) -> EngineCoreOutput:
+        """Remove all outputs, and return them joined."""
         outputs, self.outputs, self.tokens = self.outputs, [], 0
         return joined(outputs)
 
@@ -42,26 +43,27 @@ class Kept:
 
     def __init__(self, interval: int) -> None:
         self.interval = interval  # tokens
-        # A request is here from its first output until its end.
+        # A request is kept here from its first output until its end.
         self._requests: dict[str, _Request] = {}
 
     def step(self, batches: dict[int, EngineCoreOutputs]) -> None:
-        """Take the outputs of an engine step, and leave in `batches` what is due."""
+        """Take the outputs of an engine step, and leave in `batches` only those that are due."""
         if self.interval > 1 or self._requests:
             for client, batch in batches.items():
-                batch.outputs = [due for one in batch.outputs if (due := self._due(client, one))]
+                batch.outputs = [due for new in batch.outputs if (due := self._due(client, new))]
 
-    def _due(self, client: int, one: EngineCoreOutput) -> EngineCoreOutput | None:
-        request = self._requests.get(one.request_id)
-        if request is None:  # the first output is sent at once
-            if one.finish_reason is None:
-                self._requests[one.request_id] = _Request(client)
-            return one
-        request.outputs.append(one)
-        request.tokens += len(one.new_token_ids)
-        if one.finish_reason is not None:
-            del self._requests[one.request_id]
-        elif request.tokens < self.interval and one.new_sampling_mask is None:
+    def _due(self, client: int, new: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Return what is to be sent at a request's `new` output; None if its tokens are kept."""
+        request = self._requests.get(new.request_id)
+        if request is None:  # first output of the request, never kept
+            if new.finish_reason is None:
+                self._requests[new.request_id] = _Request(client)
+            return new
+        request.outputs.append(new)
+        request.tokens += len(new.new_token_ids)
+        if new.finish_reason is not None:
+            del self._requests[new.request_id]
+        elif request.tokens < self.interval and new.new_sampling_mask is None:
             return None
         return request.take()
 
@@ -71,7 +73,7 @@ class Kept:
             self._requests.pop(name, None)
 
     def flush(self, requests: list[str] | None = None) -> dict[int, EngineCoreOutputs]:
-        """Return what is kept for `requests`, or for all, by client."""
+        """Remove and return the kept outputs of `requests`, or of all requests, by client."""
         found: dict[int, EngineCoreOutputs] = {}
         for name in self._requests if requests is None else requests:
             if (request := self._requests.get(name)) and request.outputs:
@@ -81,8 +83,8 @@ class Kept:
 
 
 def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return consecutive outputs of a request as one. Of those before the last only tokens,
-    log-probabilities and routed experts are kept: ROSE's requests have no more in them."""
+    """Join consecutive outputs of a request into the last one. Of the earlier ones it takes tokens,
+    log-probabilities and routed experts: outputs of ROSE's requests have no more."""
     last = outputs[-1]
     if len(outputs) == 1:
         return last
@@ -111,12 +113,13 @@ def kept_by(core: Any) -> Kept:
     if not hasattr(core, "rose_kept"):
         config = core.vllm_config
         ours = str(config.parallel_config.worker_extension_cls).startswith("rose.")
-        # Other servers' requests may have log-probabilities of unlike width: they can't be joined.
+        # Log-probabilities of other servers' requests may differ in width: these can't be joined.
         core.rose_kept = Kept(config.scheduler_config.stream_interval if ours else 1)
     return core.rose_kept
 
 
 def _keep_outputs() -> None:
+    """Patch vLLM's engine process, so that it keeps outputs until they are due."""
     attach, label = EngineCore._attach_weight_version, EngineCore.set_weight_version
     abort, finish = EngineCore.abort_requests, EngineCoreProc._send_finish_outputs_to_client
 
@@ -126,18 +129,17 @@ def _keep_outputs() -> None:
         for batch in found.items():
             core.output_queue.put_nowait(batch)
 
-    # vLLM calls it with the outputs of each step, before it sends them.
+    # vLLM calls this with the outputs of each step, before it sends them.
     def _attach_weight_version(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         attach(self, outputs)
         kept_by(self).step(outputs)
 
-    # A message has one version, which labels all of its tokens.
+    # All tokens of a message have one version, so kept tokens are sent before the next version.
     def set_weight_version(self, weight_version: str) -> None:
         send(self)
         label(self, weight_version)
 
-    # Called when the engine process ends requests. A client that aborts requests has dropped their
-    # state already.
+    # vLLM calls this when the engine process itself ends requests.
     def _send_finish_outputs_to_client(
         self, req_ids: list[str], client_index: int, finish_reason: FinishReason
     ) -> None:
@@ -145,6 +147,7 @@ def _keep_outputs() -> None:
         kept_by(self).forget(list(req_ids))
         finish(self, req_ids, client_index, finish_reason)
 
+    # A client that aborts requests has dropped their state already, so nothing is sent.
     def abort_requests(self, request_ids: list[str]) -> None:
         abort(self, request_ids)
         kept_by(self).forget(request_ids)
@@ -156,8 +159,9 @@ def _keep_outputs() -> None:
 
 
 def _faster(original):
-    """Return `LogprobsProcessor._update_sample_logprobs` for a request that asks only for the
-    sampled tokens' log-probabilities: all positions at once."""
+    """Return a faster `LogprobsProcessor._update_sample_logprobs`, which handles all positions at
+    once. It calls `original` unless a request asks only for its sampled tokens'
+    log-probabilities."""
 
     @functools.wraps(original)
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:

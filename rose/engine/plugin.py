@@ -4,9 +4,9 @@ an engine.
 It patches vLLM in five ways:
 1. vLLM finds the physical GPU of a MIG slice.
 2. On a CPU, it asks Linux for AMX, and glibc keeps the memory of one step for the next.
-3. It sends tokens once in `rollout.stream_interval` tokens (rose/engine/outputs.py).
+3. It sends tokens in batches of `rollout.stream_interval` tokens (rose/engine/outputs.py).
 4. It schedules decoding requests in less time (rose/engine/slots.py).
-5. In an engine that shares its device, parts add theirs (`shared_device` in rose/extensions.py).
+5. In an engine that shares its device, parts add patches (`shared_device` in rose/extensions.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from rose import extensions, heap
 from rose.config.checks import NO_DRAFTS
 
-# Names that engines, schedulers and commands agree on.
-# Environment variable with the folder of a device's boards; set where engines share a device.
+# Names that engines, schedulers and commands agree on. FOLDER is the environment variable with the
+# folder through which the engines of a shared device exchange their states.
 FOLDER = "ROSE_COSERVING"
 # vLLM's stop_reason of a request that our scheduler evicted to free memory or time.
 EVICTED = "rose-evicted"
 
 
 def register() -> None:
-    """Patch vLLM in this process; a second call changes nothing. Without `FOLDER` in the
-    environment, it leaves out what parts add."""
+    """Patch vLLM in this process; a second call changes nothing. Parts add their patches only if
+    `FOLDER` is in the environment."""
     import torch
     from vllm.platforms import current_platform
 
@@ -55,10 +55,9 @@ def register() -> None:
 def end_quickly(core: type) -> None:
     """Make `core`, vLLM's EngineCoreProc, shut down without garbage collections.
 
-    vLLM runs Python's collector twice, over all that was ever imported: more CPU time than the
-    engine's start takes. It frees nothing that the end of the process would not. Not for GPUs,
-    where the order in which sleep mode's memory pools are freed depends on the collections.
-    """
+    At its end, vLLM runs Python's garbage collector twice over all imported objects, which takes
+    more CPU time than the engine's start. The end of the process frees the same memory anyway. Not
+    for GPUs, where the order of freeing sleep mode's memory pools depends on these collections."""
     original = core.shutdown
     if getattr(original, "quick", False):
         return
@@ -99,11 +98,12 @@ def find_gpus_of_slices(platform: type, nvml) -> None:
             part = nvml.nvmlDeviceGetHandleByUUID(device_id)
             return nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
         finally:
-            nvml.nvmlShutdown()  # counted, so NVML stays open for earlier nvmlInit calls
+            # NVML counts these calls, so it stays open for earlier nvmlInit calls.
+            nvml.nvmlShutdown()
 
     device_control_id_to_physical_device_id.knows_slices = True
     platform.device_control_id_to_physical_device_id = classmethod(
         device_control_id_to_physical_device_id
     )
-    # Modules imported before this one may have cached an answer from before the patch.
+    # Modules that were imported earlier may have cached an answer without the patch.
     platform.get_device_capability.cache_clear()

@@ -1,8 +1,8 @@
-"""A rollout worker: a token server around one engine, without state worth losing.
+"""A rollout worker: serves turns with one engine. All of its state may be lost at any time.
 
 The worker streams tokens to the coordinator as they are generated. When the engine process dies,
-the worker reports that at once and starts another engine; meanwhile the coordinator sends the turns
-elsewhere and has the new engine load the newest weights.
+the worker reports that at once and starts another engine. Meanwhile the coordinator sends the turns
+elsewhere, and later has the new engine load the newest weights.
 
 On a device shared with a trainer rank (colocate=true, rollout.hybrid), the coordinator orders when
 the engine starts, wakes and sleeps.
@@ -34,11 +34,11 @@ from rose.transfer.store import edge_name
 
 HEARTBEAT_S = 1.0  # seconds between two load reports
 STOP_DEADLINE_S = 5.0  # seconds for the worker's tasks to end after a shutdown
-# Seconds between two progress messages of a turn. Longer costs more tokens when a worker is lost,
-# shorter costs the coordinator more messages.
+# Seconds between two progress messages of a turn. A longer interval loses more tokens with a
+# worker; a shorter one costs the coordinator more messages.
 PROGRESS_S = 0.1
-# Seconds that we wait, after an error, to learn that the engine process is dead, unless vLLM
-# reports that it failed: then it gets `REAP_S` to release its memory.
+# Seconds to wait, after an engine's error, for its process to be found dead. If vLLM reports that
+# the process failed, it is then killed and has `REAP_S` to end.
 DEATH_NOTICE_S = 2.0
 
 
@@ -61,16 +61,17 @@ class _Unsent:
         self.routing["routed"] += chunk.routed
 
     def packed(self) -> tuple[bytes, bytes, int]:
+        """Return the tokens, their log-probabilities and their version, as messages have them."""
         return p.pack_tokens(self.tokens), p.pack_floats(self.logprobs), self.version
 
 
 class RolloutWorker:
     """A rollout rank: serves the coordinator's turns with one engine.
 
-    `mailbox` may be None until `run`; `start_engine` may be awaited before. `broadcast` fills the
-    node's mirror, if this rank takes part in a broadcast. `hybrid` means that the engine uses a
-    device of the trainer, beside engines with devices of their own (rollout.hybrid).
-    """
+    `mailbox` may be None until `run` is called; `start_engine` may be awaited before. A
+    `broadcast`, if there is one, fills the node's mirror with new versions. `hybrid` means that the
+    engine uses a device of the trainer, beside engines with devices of their own
+    (rollout.hybrid)."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -101,14 +102,15 @@ class RolloutWorker:
         self._alternates = config.trainer_sleeps and (
             hybrid or self.dedicated and config.shares_devices
         )
-        # True if an order to sleep cancels an engine's start, because no role waits for the start.
+        # True if an order to sleep cancels an engine's start, because no process waits for the
+        # start.
         self._start_cancellable = self._alternates and hybrid
         self._starting: asyncio.Timeout | None = None
         if not self._alternates:
             self._has_device.set()
         part = extensions.draft_methods().get(config.rollout.draft.method)
         self._draft_text = part and part.Receiver(lambda: self.engine, self._died)
-        self._ends = False
+        self._stopping = False
         # True if a cancelled turn sends its last tokens, because it continues on another worker.
         self._sends_last_tokens = False
         self._returned = 0  # number of turns that the engine evicted
@@ -121,7 +123,7 @@ class RolloutWorker:
         try:
             await self._tasks.run_until(*self._services())
         finally:
-            self._ends = True
+            self._stopping = True
             if self.engine is not None:
                 await self.engine.shutdown()
             await self._tasks.close(STOP_DEADLINE_S)
@@ -129,14 +131,15 @@ class RolloutWorker:
                 self._broadcast.close()
 
     def _services(self) -> list[Coroutine]:
-        own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
-        own += [self._draft_text.run()] if self._draft_text else []
-        return own + ([self._broadcast.receive()] if self._broadcast else [])
+        """Return the coroutines that `run` runs at the same time."""
+        found = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
+        found += [self._draft_text.run()] if self._draft_text else []
+        return found + ([self._broadcast.receive()] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
 
     async def start_engine(self) -> None:
-        """Start an engine process, without reporting it yet. Raises `EngineError`."""
+        """Start an engine process. The coordinator is not informed yet. Raises `EngineError`."""
         rollout = self.config.rollout
         if self.config.cluster.gpus and self._alternates:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
@@ -154,15 +157,17 @@ class RolloutWorker:
         self.incarnation += 1
 
     async def _keep_engine(self) -> None:
+        """Keep an engine running; report starts and deaths. Raises `EngineDied` at the last
+        death."""
         for restarts_left in range(self.config.rollout.engine_restarts, -1, -1):
             await self._bring_engine_up()
             self._send(self._ready())
             self._up.set()
             await asyncio.shield(self.engine.died)
             self._up.clear()
-            # Slurm's SIGTERM also reaches the engine. So no restart if this worker is leaving, or
-            # has just shut the engine down itself.
-            if self._sends_last_tokens or self._ends:
+            # No restart if this worker is leaving, as Slurm's SIGTERM also ends the engine, or if
+            # it has shut the engine down itself.
+            if self._sends_last_tokens or self._stopping:
                 await asyncio.Event().wait()
             why, again = f"engine process {self.engine.pid} died", restarts_left > 0
             self._send(p.WorkerDown(self.name, self.incarnation, why, again))
@@ -179,10 +184,10 @@ class RolloutWorker:
             async with self._device:
                 if not self._has_device.is_set():
                     continue
-                if self.engine is not None and self.engine.alive or await self._started():
+                if self.engine is not None and self.engine.alive or await self._try_start():
                     return
 
-    async def _started(self) -> bool:
+    async def _try_start(self) -> bool:
         """Start an engine. Return False if `_sleep` cancelled the start."""
         try:
             async with asyncio.timeout(None) as self._starting:
@@ -210,15 +215,12 @@ class RolloutWorker:
             self._send(p.DeviceChanged(self.mailbox.rank, order.turn, awake, took, *memory))
 
     async def _sleep(self) -> Moved:
-        """Put the engine to sleep; return the memory that this released.
+        """Put the engine to sleep; return the memory that this released, none by a dead engine.
 
-        If the engine is starting:
-        1. an engine that never leaves its device keeps starting, as the trainer has room beside it;
+        If the engine is starting, then
+        1. if it never leaves its device, it keeps starting, as the trainer has room beside it;
         2. if the start is cancellable, it is cancelled, and begins again when the device is back;
-        3. otherwise the engine finishes starting, then sleeps.
-
-        A dead engine has released everything already.
-        """
+        3. otherwise the engine finishes starting, then sleeps."""
         if self._device.locked() and not self._alternates:
             self._has_device.clear()
             return NOTHING
@@ -239,9 +241,8 @@ class RolloutWorker:
         """Wake the engine; return the memory that this took.
 
         The order is: weights, any version that arrived meanwhile, then the KV cache, because
-        staging needs the cache's room. If an engine has to be started, this waits until it is up,
-        unless its start is cancellable: then an order to sleep may come first.
-        """
+        staging needs the cache's room. If an engine must be started, waits until it is up. A
+        cancellable start is not awaited, so that the next order, to sleep, can cancel it."""
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -256,7 +257,7 @@ class RolloutWorker:
         except Exception:
             if not await self._died(engine):
                 raise
-            self._has_device.set()  # lets `_keep_engine` start another engine
+            self._has_device.set()  # the condition for a restart by `_keep_engine`
         if self._alternates and not self._start_cancellable:
             await self._up.wait()
         return moved
@@ -304,7 +305,7 @@ class RolloutWorker:
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
                 case p.DraftText():
-                    # A rank of `rose serve` may draft by another method than the run.
+                    # A rank of `rose serve` may use another draft method than the run.
                     if self._draft_text is not None:
                         self._draft_text.add(message)
                 case p.Shutdown(reason):
@@ -314,11 +315,12 @@ class RolloutWorker:
                     self._handle(message)
 
     def _handle(self, message: p.Message) -> None:
+        """Reject a message of any other type. Subclasses handle more types."""
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """True if `engine` is dead, after an error that may have come before we noticed. A process
-        that vLLM has given up is killed, because it would take seconds to end by itself."""
+        """Return whether `engine` is dead, after an error: waits for news of the death. A process
+        that vLLM reports as failed is killed, because it would take seconds to end by itself."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         if engine.alive and engine.lost:
             engine.kill()
@@ -343,12 +345,12 @@ class RolloutWorker:
                 cached = max(cached, delta.cached_tokens)
                 if delta.version != unsent.version:
                     if unsent:
-                        self._progress(m, unsent)
+                        self._send_progress(m, unsent)
                     unsent = _Unsent(delta.version)
                 unsent.add(delta)
                 if delta.finish is None:
                     if now - progress_at >= PROGRESS_S:
-                        self._progress(m, unsent)
+                        self._send_progress(m, unsent)
                         unsent, progress_at = _Unsent(delta.version), now
                     continue
                 last = (m.turn, m.attempt, *unsent.packed())
@@ -380,7 +382,7 @@ class RolloutWorker:
                 )
         except asyncio.CancelledError:
             if unsent and self._sends_last_tokens:
-                self._progress(m, unsent)
+                self._send_progress(m, unsent)
             raise
         except Exception:
             if not await self._died(engine):
@@ -388,24 +390,26 @@ class RolloutWorker:
         finally:
             self._turns.pop((m.turn, m.attempt), None)
 
-    def _progress(self, m: p.GenerateTurn, unsent: _Unsent) -> None:
+    def _send_progress(self, m: p.GenerateTurn, unsent: _Unsent) -> None:
         self._send(p.TurnProgress(m.turn, m.attempt, *unsent.packed(), **unsent.routing))
 
     async def _load(self, m: p.LoadVersion) -> None:
+        """Have the engine load a version, and report the result."""
         engine, incarnation = self.engine, self.incarnation
         await self._has_device.wait()
         began = time.time()
         try:
             mirror = await self._mirrored(edge_name(m.version, engine.version))
-            # Staging reads the live weights, and the trainer may have the device again.
+            # The trainer may have taken the device meanwhile, and staging reads the live weights.
             await self._has_device.wait()
             loaded = await engine.load_version(
                 m.version, self._store(m.store), self.config.transfer, mirror
             )
-        except Exception as error:  # the coordinator ends the run on `VersionFailed`
+        except Exception as error:
             if await self._died(engine):
                 print(f"{self.name}: version {m.version}: {error}", flush=True)
                 return
+            # The coordinator ends the run on this message.
             why = f"{type(error).__name__}: {error}"
             self._send(p.VersionFailed(self.name, incarnation, m.version, why))
             return
@@ -427,8 +431,8 @@ class RolloutWorker:
         )
 
     async def _mirrored(self, edge: str) -> str | None:
-        """Return the folder of the node's mirror, or None without a broadcast. Waits until `edge`
-        is complete in the mirror, or known never to be."""
+        """Wait until the node's mirror has all files of `edge`, an update to a new version, or
+        won't get them. Return the mirror's folder, or None without a broadcast."""
         if self._broadcast is None:
             return None
         if why := await self._broadcast.mirror.wait(edge):
@@ -436,7 +440,7 @@ class RolloutWorker:
         return str(self._broadcast.mirror.path)
 
     def _store(self, folder: str) -> str:
-        """The relay's URL for the store `folder`, or the folder itself without a relay."""
+        """Return the relay's URL for the store `folder`, or the folder itself without a relay."""
         relay = self.config.transfer.relay
         return folder if relay is None else f"{relay.rstrip('/')}/{Path(folder).name}"
 

@@ -2,10 +2,10 @@
 
 1. `expand_batch_to_tokens` gives each drafted position its request's temperature, top-p and top-k.
    On a CPU it fills an int64 copy of its result and returns uninitialized memory. So tokens are
-   sampled wrongly at temperatures above 0. Their log-probabilities look right, so comparing these
-   doesn't show it (vllm-project/vllm issue 55005).
+   sampled wrongly at temperatures above 0, though their log-probabilities look right
+   (vllm-project/vllm issue 55005).
 2. Steps without drafts run the rejection sampler, too. That costs time, and with top-k it kills the
-   engine, which takes the maximum of an empty tensor.
+   engine by the maximum of an empty tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Repeat each request's value of `x` (batch,) once for each of its tokens: (num_tokens,).
+    """Repeat each request's value in `x` (batch,) once for each of its tokens, into (num_tokens,).
     `cu_num_tokens` (batch,) has running sums of the requests' tokens. A value equal to
     `replace_from` becomes `replace_to`."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()

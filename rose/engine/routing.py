@@ -1,8 +1,8 @@
-"""The experts that each token was routed to, returned by vLLM's CPU engines as well.
+"""Make vLLM's CPU engines return the experts that each token was routed to.
 
 vLLM 0.32 returns them (`enable_return_routed_experts`) only from its newer model runner (V2), which
-needs Triton. The rest of that feature, in the scheduler and in the worker's connector (which keeps
-the rows of cached prefixes by block), depends on no runner. Here the older runner (V1), which CPU
+needs Triton. The rest of that feature works with any runner: the scheduler's side, and the worker's
+connector, which keeps the rows of cached prefixes by block. Here the older runner (V1), which CPU
 engines use, reports its steps to the connector. As with V2, chunked prefill, prefix caching,
 preemption and aborts change no row. Importing this module imports vLLM.
 """
@@ -18,7 +18,7 @@ from vllm.distributed.aux_output_connector.worker import get_aux_output_connecto
 
 
 def allow() -> None:
-    """Let vLLM's config check accept the older model runner in this process. The other checks for
+    """Make vLLM's config check accept the older model runner in this process. The other checks for
     returned experts stay."""
     original = VllmConfig._verify_aux_output_compatibility
     if getattr(original, "allows_older", False):
@@ -67,8 +67,8 @@ def record(runner: Any) -> None:
 
 
 def _batch(batch: Any, scheduler_output: Any) -> SimpleNamespace:
-    """The fields of the V2 runner's batch that the connector reads: the requests, the offset of
-    each one's tokens in the step, and how many of its tokens were computed before."""
+    """Return the fields of the V2 runner's batch that the connector reads: the requests, the offset
+    of each request's tokens in the step, and its number of tokens computed before."""
     requests = list(batch.req_ids)
     counts = [scheduler_output.num_scheduled_tokens[request] for request in requests]
     return SimpleNamespace(

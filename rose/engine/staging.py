@@ -1,4 +1,5 @@
-"""A mixin of `Engine` that has its workers stage, flip and check a new policy version.
+"""A mixin of `Engine` that has its workers stage, flip and check a new policy version: decode its
+changes, write them into the live weights, and verify these.
 
 The workers stage and check in threads of their own (rose/engine/weight_transfer.py); the engine
 polls them.
@@ -15,24 +16,24 @@ from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
 SHORTEST_POLL_S = 0.001  # least seconds before the first poll of the workers
-POLL_S = 0.05  # least seconds between later polls, unless half of the elapsed time is less
-# Most seconds before the first poll. The duration of the last version predicts that of the next
-# one, but the last may have been an engine's first, which is slow.
+POLL_S = 0.05  # least seconds between later polls, or half of the elapsed time if that is less
+# Most seconds before the first poll. The last version's duration predicts the next one's, but an
+# engine's first version is slower.
 LONGEST_FIRST_POLL_S = 0.25
-# States in which a worker's thread uses the live weights -> the status's key with their seconds.
+# The states in which a worker's thread uses the live weights -> the status's key of their seconds.
 DURATION_KEYS = {"staging": "stage_s", "checking": "check_s"}
 
 
 class Staging:
-    """Loads a version in sessions. `_session_open` is true from the start of a session until its
-    end is known: until then workers may use the live weights, or vLLM's session may be open."""
+    """Loads each version in a session. `_session_open` is true from a session's start until its end
+    is known. Until then workers may use the live weights, and vLLM's weight update may be open."""
 
     _session_open = False
 
     @asynccontextmanager
     async def _session(self, timeout_s: float) -> AsyncIterator[None]:
         """Context of a load. On any error, or a cancellation, the workers abandon the version, so
-        that vLLM accepts the next one. Raises as `_end_session`."""
+        that vLLM accepts the next one. Raises what `_end_session` raises."""
         await self._end_session(timeout_s)
         self._session_open = True
         try:
@@ -46,7 +47,7 @@ class Staging:
 
     async def _end_session(self, timeout_s: float) -> None:
         """Wait until the workers have ended an aborted load, because their threads read live
-        weights. Raises `EngineError` after `timeout_s` seconds, and `EngineDied`."""
+        weights. Raises `EngineDied`, and `EngineError` after `timeout_s` seconds."""
         end = time.monotonic() + timeout_s
         while self._session_open:
             await self._abandon()
@@ -72,8 +73,7 @@ class Staging:
         Polls rarely: each poll waits for the engine step in flight, and vLLM plans no step ahead
         meanwhile. `expected_s` is the slowest worker's time in `state` for the last version.
 
-        Raises `TransferError` when a worker failed, `EngineError` after `timeout_s` seconds.
-        """
+        Raises `TransferError` when a worker failed, `EngineError` after `timeout_s` seconds."""
         began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
         pause_s = max(SHORTEST_POLL_S, min(expected_s / 2, LONGEST_FIRST_POLL_S))
         while True:
@@ -92,8 +92,8 @@ class Staging:
         return found
 
     async def _flip_staged(self, timeout_s: float) -> None:
-        """Put the staged version in place. Raises as `_wait_while`. Kills an engine whose weights
-        are unknown, as when its workers don't answer in time."""
+        """Put the staged version in place. On an error, kills the engine, whose weights are unknown
+        then. Raises as `_wait_while`."""
         try:
             found = await self._worker("rose_flip", timeout_s)
         except BaseException:
@@ -102,14 +102,15 @@ class Staging:
         self._check_statuses(found)
 
     def _check_statuses(self, found: list[dict]) -> None:
+        """Raise `TransferError` if a worker failed, and what `_check_no_mixture` raises."""
         self._check_no_mixture(found)
         failed = [status for status in found if status["state"] == "failed"]
         if failed:
             raise TransferError(failed[0]["error"])
 
     def _check_no_mixture(self, found: list[dict]) -> None:
-        """Kill the engine and raise `EngineDied` if its weights are a mixture of two versions. They
-        are if a worker says so, or if one worker failed where another has flipped."""
+        """Kill the engine and raise `EngineDied` if its weights are a mixture of two versions: a
+        worker reports a mixture, or one worker failed while another has flipped."""
         failed = [status for status in found if status["state"] == "failed"]
         if any(status["mixture"] for status in failed) or (
             failed and any(s["state"] == "checking" for s in found)

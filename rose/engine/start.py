@@ -1,7 +1,4 @@
-"""The start of a vLLM engine process: its environment, its arguments and the fork.
-
-`Engine.start` calls all of it.
-"""
+"""The start of a vLLM engine process, by `Engine.start`: environment, arguments and fork."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from rose.processes import importing
 EXTENSION = "rose.engine.worker_extension.WorkerExtension"  # vLLM's worker_extension_cls
 PLUGIN = "rose"  # name of the entry point in pyproject.toml
 SOCKETS = "rose-vllm-"  # kind of the folder of vLLM's sockets
-UUID_BYTES = 37  # bytes of a slash and a UUID, the name of vLLM's sockets
-FOLDER_BYTES = 40  # bytes that a slash and the name of our folder for them may have
+UUID_BYTES = 37  # bytes of a slash and a UUID, as in the names of vLLM's sockets
+FOLDER_BYTES = 40  # most bytes of a slash and our name of the sockets' folder
 # Bounds a call into the engine. Pause and resume take an engine step at most.
 RPC_TIMEOUT_S = 30.0
-# A module whose `lib` returns something for every attribute name, so that its __dict__ is not a
+# A module whose `lib` returns an object for every attribute name, so that its __dict__ is not a
 # dictionary.
 UNREADABLE = "llvmlite.binding.ffi"
 
@@ -38,9 +35,8 @@ class EngineDied(EngineError):
 
 
 class Latest:
-    """The scheduler statistics of vLLM's last engine step, and sums since the start. `scheduler` is
-    None before the first step. The sums count steps with running requests, drafted tokens, and
-    accepted ones."""
+    """Scheduler statistics of vLLM's last engine step (None before the first), and sums since the
+    start: steps with running requests, drafted tokens, and accepted tokens."""
 
     scheduler = None
     steps = drafted = accepted = 0
@@ -56,12 +52,14 @@ class Latest:
 
 
 def _sockets() -> dict[str, str]:
-    """Give vLLM's sockets, which it leaves behind, a folder:
-    1. one of this process in TMPDIR, if the path of TMPDIR leaves room for their names;
-    2. else one of this process in /tmp;
-    3. if /tmp can't be written, TMPDIR itself, if its path leaves that room.
-    A folder that is set already stays, since a lender compares what is set with this. Raises
-    `ConfigError` if /tmp is needed and can't be written."""
+    """Return the environment variable that names the folder of vLLM's sockets, which vLLM never
+    removes. A variable that is set already stays, so that all calls return the same. Otherwise it
+    is
+    1. a folder of this process in TMPDIR, if the path of TMPDIR leaves room for the sockets' names;
+    2. or a folder of this process in /tmp;
+    3. or, if /tmp can't be written, TMPDIR itself, if its path leaves that room.
+
+    Raises `ConfigError` if /tmp is needed and can't be written."""
     name = "VLLM_RPC_BASE_PATH"
     if name in os.environ:
         return {name: os.environ[name]}
@@ -81,15 +79,15 @@ def _sockets() -> dict[str, str]:
 
 
 def _allow_plugins() -> None:
-    """Add ROSE's plugins to those that a user's VLLM_PLUGINS allows: vLLM loads no others."""
+    """Add ROSE's plugin to VLLM_PLUGINS, if a user has set it: vLLM loads no others."""
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
         names = dict.fromkeys([*filter(None, allowed.split(",")), PLUGIN])
         os.environ["VLLM_PLUGINS"] = ",".join(names)
 
 
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
-    """Environment variables that must be set before vLLM is imported. `Engine.start` sets those
-    that are not set yet. `shares_device` is true for an engine that exchanges KV memory with
+    """Return environment variables that must be set before vLLM is imported. `Engine.start` sets
+    those that are not set yet. `shares_device` is true for an engine that exchanges KV memory with
     another engine on its device."""
     _allow_plugins()
     common = {
@@ -102,8 +100,8 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         **hub.OFFLINE,
     }
     if gpus:
-        # This layout keeps a block in one place instead of a part in every layer's region, so that
-        # its pages of 2 MiB can be released.
+        # This layout keeps a block in one place, not a part of it in every layer's region. So its
+        # pages of 2 MiB can be released.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
         # vLLM's warm-up would build FlashInfer's sampler with nvcc, and fail without a CUDA
         # toolkit. vLLM's own Triton kernels compute the same.
@@ -141,9 +139,10 @@ def engine_args(
     lora: Lora | None = None,
     routing: bool = False,
 ) -> dict:
-    """Arguments for vLLM's AsyncEngineArgs. A deterministic engine computes each request alone and
-    without cached prefixes. Log-probabilities are those of the distribution that tokens are sampled
-    from, after temperature, top-k and top-p, because the trainer's importance weights use them."""
+    """Return the arguments for vLLM's AsyncEngineArgs. A deterministic engine computes each request
+    alone and without cached prefixes. Log-probabilities are those of the distribution that tokens
+    are sampled from, after temperature, top-k and top-p, because the trainer's importance weights
+    use them."""
     shares = "ROSE_COSERVING" in os.environ
     unprocessed = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
     args = dict(
@@ -171,25 +170,25 @@ def engine_args(
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.slot_rank}
         args["lora_target_modules"] = lora.layers
     if gpus:
-        args["moe_backend"] = "triton"  # other backends reorder experts' weights at loading
+        args["moe_backend"] = "triton"  # the backend without reordered experts' weights
     if routing:
         args["enable_return_routed_experts"] = True
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     for part in extensions.modules("shared_device").values() if shares else ():
         args |= part.engine_args(gpus, rollout.tensor_parallel)
-    # No drafts beside an online engine: the prediction of step times doesn't know them.
+    # No drafts beside an online engine, because the prediction of step times ignores them.
     if rollout.draft.method != "none" and not shares:
         args |= drafting(rollout.draft, gpus)
     return args | rollout.engine_args
 
 
 def drafting(draft: Draft, gpus: bool) -> dict:
-    """Return vLLM's arguments of an engine that drafts."""
+    """Return vLLM's arguments for speculative decoding with `draft`."""
     if (part := extensions.draft_methods().get(draft.method)) is not None:
         return part.engine_args(draft)
     found = {"num_speculative_tokens": draft.tokens}
-    # Only by the first name does vLLM schedule asynchronously. Both search on the GPU there.
+    # On a GPU both methods search there, but vLLM schedules asynchronously only with `ngram_gpu`.
     found["method"] = "ngram_gpu" if gpus else "ngram"
     return {"speculative_config": found | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}}
 
@@ -216,7 +215,7 @@ def build(args: dict, gpus: bool):
     from rose.engine import described, plugin
 
     described.listen()
-    # vLLM loads the plugin only where ROSE is installed, not where it is imported from a folder.
+    # vLLM loads the plugin only if ROSE is installed, not if it is imported from a folder.
     plugin.register()
     if not gpus:
         plugin.end_quickly(EngineCoreProc)
@@ -227,15 +226,15 @@ def build(args: dict, gpus: bool):
 
         routing.allow()
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
-    # `rose_begin_drafts` corrects vLLM's sampling of the drafts that `args` ask for.
+    # On a CPU only drafts that `args` ask for are allowed: `rose_begin_drafts` corrects these.
     if not args.get("speculative_config"):
         plugin.refuse_drafts(config)
     if not gpus:
         # vLLM's CPU platform has just set "spawn", which would import everything once more.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True
-    # vLLM's CPU worker inspects every object of every loaded module as it starts, and fails at this
-    # module of numba's.
+    # At its start, vLLM's CPU worker inspects every object of every loaded module, and fails at
+    # this module of numba's.
     hidden = sys.modules.pop(UNREADABLE, None)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
@@ -243,17 +242,17 @@ def build(args: dict, gpus: bool):
         _forking = False
         if hidden is not None:
             sys.modules[UNREADABLE] = hidden
-    # The engine process still sends its scheduler's statistics. Per-token statistics and Prometheus
-    # metrics, which cost this process a few percent, are switched off before the first output.
+    # Per-token statistics and Prometheus metrics cost this process a few percent. So switch them
+    # off before the first output. The engine process still sends its scheduler's statistics.
     latest = Latest()
     llm.log_stats, llm.logger_manager = False, None
     llm.output_processor.update_scheduler_stats = latest.update
     return llm, latest
 
 
-def _in_engine_process() -> None:
-    """Let the forked engine process die with the rank, and write no signals into the event loop
-    that it inherited."""
+def _after_fork() -> None:
+    """Let the engine process die with the rank, and keep its signals out of the event loop that it
+    inherited. Does nothing in another forked process."""
     if _forking:
         from rose.processes import die_with_parent
 
@@ -261,4 +260,4 @@ def _in_engine_process() -> None:
         die_with_parent()
 
 
-os.register_at_fork(after_in_child=_in_engine_process)
+os.register_at_fork(after_in_child=_after_fork)

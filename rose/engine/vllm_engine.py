@@ -5,18 +5,18 @@
     await engine.load_version(version, store, transfer)
     await engine.shutdown()
 
-It takes and returns token ids and loads no tokenizer. Choosing a worker for a turn, and restarting
-a dead engine, are the owner's.
+It takes and returns token ids and loads no tokenizer. Its owner restarts it after its death.
 
-On a CPU the engine starts in 3 s instead of 20, because it is forked from this process after vLLM
-is imported, and because vLLM's worker runs inside the engine process. Two rules follow:
+On a CPU the engine starts in 3 s instead of 20, for two reasons. It is forked from this process
+after vLLM is imported, and vLLM's worker runs inside the engine process. Two rules follow:
 1. The owner must not run a multi-threaded torch operation before `start`, as libgomp's thread pool
    doesn't survive a fork.
 2. `start` forks in a thread that lives as long as the owner, as the engine dies with that thread.
 
 A new version is staged while the old one serves, and put in place during a short pause. By
-`Transfer.in_flight`, running requests have their KV cache recomputed after it (as in AReaL), keep
-it (as in PipelineRL), or end before it. Every token carries the version that generated it.
+`Transfer.in_flight`, running requests recompute their KV cache after the pause (as in AReaL), keep
+their cache (as in PipelineRL), or end before the pause. Every token carries the version that
+generated it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from rose.transfer import TransferError
 STOP_TIMEOUT_S = 5.0  # limit of an orderly shutdown; a healthy engine takes about 1 s
 # Bounds the wait for a killed process, which has to release its memory, on a busy machine.
 REAP_S = 60.0
-# Bounds the search for the processes of a cancelled start, which may have to import vLLM before it
-# forks the engine.
+# Bounds the search for the processes of a cancelled start. The start may have to import vLLM before
+# it forks the engine.
 CANCELLED_START_S = 60.0
-CANCELLED_POLL_S = 0.05  # seconds between two checks for such a process
+CANCELLED_POLL_S = 0.05  # seconds between two searches for these processes
 
 # The list of hundreds of names in vLLM's error about a model's architecture.
 ARCHITECTURES = re.compile(r" Supported architectures: \w*\(?\[[^\]]*\]\)?")
@@ -69,7 +69,7 @@ _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter"
 
 
 class Stats(NamedTuple):
-    """The load of an engine now, and its sums since the start."""
+    """An engine's load now, and its sums since the start."""
 
     running: int  # turns
     waiting: int  # turns
@@ -83,11 +83,11 @@ class Stats(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The figures of a version that was loaded."""
+    """Figures of the load of a version."""
 
     nbytes: int  # payload bytes read by the worker that read most
     changed: int  # values changed in all workers
-    route: list[str]  # edges of the store
+    route: list[str]  # edges of the store that were read; each leads from one version to another
     mirrored: int  # number of these edges read from this node's mirror
     stage_s: float
     pause_s: float  # seconds without generation
@@ -116,7 +116,7 @@ class Engine(Activation, Generation, Staging):
         self._open = asyncio.Event()  # set while turns may begin
         self._open.set()
         self._loading = asyncio.Lock()
-        # State of a version in the workers -> seconds that the last version spent in it.
+        # Seconds that the last version spent in a state (`Staging.DURATION_KEYS`), by the state.
         self._took_s: dict[str, float] = {}
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
@@ -126,7 +126,7 @@ class Engine(Activation, Generation, Staging):
             or not config.scheduler_config.enable_chunked_prefill
         )
         self.version = -1  # the weights in the model's folder
-        # A line about what vLLM chose, and one for each of its warnings.
+        # A line about vLLM's choices, and one for each of its warnings.
         self.description = description
         self._process = llm.engine_core.resources.engine_manager.processes[0]
         # Done once the engine process is gone; await it through `asyncio.shield`.
@@ -148,11 +148,10 @@ class Engine(Activation, Generation, Staging):
     ) -> Engine:
         """Start the engine process and wait until it serves.
 
-        `seed` is for turns without a seed of their own. It must differ between engines, or they
-        sample alike. With `lora`, versions are those of an adapter. With `routing`, turns return
-        the experts that their tokens were routed to. Raises `EngineError` with the cause, or after
-        `rollout.engine_start_timeout_s`; then no process is left.
-        """
+        `seed` is for turns without a seed of their own. It must differ between engines; otherwise
+        they draw the same samples. With `lora`, versions are those of an adapter. With `routing`,
+        turns return the experts that their tokens were routed to. Raises `EngineError` with the
+        cause, or after `rollout.engine_start_timeout_s`; then no process is left."""
         folder = await asyncio.to_thread(local_folder, folder)
         try:
             ends = end_tokens(folder, model.end_of_turn)
@@ -180,15 +179,15 @@ class Engine(Activation, Generation, Staging):
                     draft = msgspec.to_builtins(rollout.draft)
                     await llm.collective_rpc("rose_begin_drafts", args=(draft,))
         except BaseException as error:
-            await _end(building, before)
+            await _kill_start(building, before)
             if isinstance(error, TimeoutError):
                 raise EngineError(
                     f"engine for {folder} not up after {rollout.engine_start_timeout_s:g} s "
                     "(rollout.engine_start_timeout_s)"
                 ) from error
             if isinstance(error, Exception):
-                said = ARCHITECTURES.sub("", str(error))
-                raise EngineError(f"engine for {folder} did not start: {said}") from error
+                text = ARCHITECTURES.sub("", str(error))
+                raise EngineError(f"engine for {folder} did not start: {text}") from error
             raise
         threads = rollout.threads or usable_threads()
         limits = model.max_context, rollout.turn_timeout_s
@@ -201,15 +200,13 @@ class Engine(Activation, Generation, Staging):
     ) -> Loaded:
         """Load a version of `store`, a folder or a relay's URL, and verify the live weights.
 
-        `mirror` is the folder with what was broadcast to this node. Raises
+        `mirror` is the folder of files that were broadcast to this node. Raises
         - `TransferError`, naming the file or block; the old weights keep serving;
         - `EngineError` after `transfer.load_timeout_s` seconds;
         - `EngineDied` when the process died, or was killed because its weights were neither the old
           nor the new ones.
 
-        While the engine lives, the next version can be loaded after any of these, and after a
-        cancellation.
-        """
+        After an error or a cancellation, the next version can be loaded if the engine lives."""
         timeout_s = transfer.load_timeout_s
         update = {
             "version": version,
@@ -223,7 +220,7 @@ class Engine(Activation, Generation, Staging):
             "timeout_s": timeout_s,
         }
         async with self._loading:
-            self._check_weights()
+            self._check_weights_here()
             async with self._session(timeout_s):
                 await self._worker("start_weight_update", RPC_TIMEOUT_S)
                 await self._worker("update_weights", RPC_TIMEOUT_S, update)
@@ -240,17 +237,16 @@ class Engine(Activation, Generation, Staging):
         )
 
     async def _flip(self, version: int, transfer: Transfer) -> tuple[float, float]:
-        """Put the staged version in place. Returns when the pause of generation began and ended, on
-        the monotonic clock."""
-        # AsyncLLM's own `pause` would sleep for 20 ms besides.
+        """Put the staged version in place. Returns the monotonic times at which the pause of
+        generation began and ended."""
+        # AsyncLLM's own `pause` would also sleep for 20 ms.
         core = self._llm.engine_core
         self._open.clear()
         try:
             paused = time.monotonic() if self.asleep else await self._pause(transfer.in_flight)
             await self._flip_staged(transfer.load_timeout_s)
             self.version = version
-            # The engine handles this call before the resume below. We await it only afterwards, so
-            # that the pause stays short.
+            # The engine handles this call before the resume below. So await it after the pause.
             labelled = asyncio.ensure_future(core.set_weight_version_async(str(version)))
         finally:
             if self.alive and not self.asleep:
@@ -262,7 +258,7 @@ class Engine(Activation, Generation, Staging):
         return paused, resumed
 
     async def _pause(self, in_flight: str, clear_cache: bool = False) -> float:
-        """Pause generation; return when it stopped, on the monotonic clock."""
+        """Pause generation; return the monotonic time at which it stopped."""
         mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
         await self._call(
             self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache),
@@ -270,21 +266,19 @@ class Engine(Activation, Generation, Staging):
         )
         paused = time.monotonic()
         if mode == "abort":
-            # Requests that reached vLLM after the pause are still queued there, labelled with the
-            # old version.
+            # Requests that reached vLLM after the pause are queued, labelled with the old version.
             requests = [turn.request for turn in self._turns.values() if turn.request]
             await self._call(self._llm.abort(requests), RPC_TIMEOUT_S)
         return paused
 
     async def _worker(self, method: str, timeout_s: float | None, *args) -> list:
         """Call `method` in the workers; return the answers, one per tensor-parallel rank. Raises
-        `TransferError` with the text of what a worker raised, `EngineDied` after `timeout_s`
-        seconds."""
+        `TransferError` with a worker's error, `EngineDied` after `timeout_s` seconds."""
         try:
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
             raise
-        except Exception as error:  # vLLM turns every error of a worker into a bare Exception
+        except Exception as error:  # vLLM's form of a worker's error, a bare Exception
             raise TransferError(str(error)) from error
 
     async def call_workers(self, method: str, *args) -> None:
@@ -293,8 +287,8 @@ class Engine(Activation, Generation, Staging):
         await self._worker(method, None, *args)
 
     async def checksum(self) -> list[dict[str, str]]:
-        """xxh3-128 of every live parameter, one dictionary per tensor-parallel rank."""
-        self._check_weights()
+        """Return the xxh3-128 of every live parameter, a dictionary per tensor-parallel rank."""
+        self._check_weights_here()
         return await self._worker("rose_checksum", RPC_TIMEOUT_S)
 
     # ------------------------------------------------------------------ state
@@ -319,7 +313,7 @@ class Engine(Activation, Generation, Staging):
 
     @property
     def lost(self) -> bool:
-        """True from when vLLM reports that the engine process failed, or `kill`. The process may
+        """True after `kill`, and once vLLM reports that the engine process failed. The process may
         live for some time after either, because it releases its memory."""
         return self._killed or (self._llm is not None and self._llm.errored)
 
@@ -365,7 +359,8 @@ class Engine(Activation, Generation, Staging):
             self._on_death()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:
-            llm.output_handler.cancel()  # would log the end of the process as an error
+            # It would log the end of the process as an error.
+            llm.output_handler.cancel()
         stopping = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S))
         await asyncio.wait([stopping], timeout=STOP_TIMEOUT_S + 1)
         if self._process.exitcode is None:
@@ -387,9 +382,9 @@ class Engine(Activation, Generation, Staging):
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     async def _call(self, coroutine, timeout_s: float | None):
-        """Await a call into the engine, until it dies or `timeout_s` seconds have passed. A process
-        that doesn't answer in time is killed, so that the owner can start another. Raises
-        `EngineDied`, or what the engine raised."""
+        """Await a call into the engine, until the engine dies or `timeout_s` seconds have passed.
+        An engine process that doesn't answer in time is killed, so that the owner can start
+        another. Raises `EngineDied`, or the error of the call."""
         task = asyncio.ensure_future(coroutine)
         await asyncio.wait(
             {task, self.died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -406,9 +401,9 @@ class Engine(Activation, Generation, Staging):
         )
 
 
-async def _end(building: asyncio.Future, before: set) -> None:
-    """Kill every child process that is not in `before`, until the start `building` is done. Returns
-    when these processes, and their workers, which die with them, have ended."""
+async def _kill_start(building: asyncio.Future, before: set) -> None:
+    """Kill the processes of the cancelled start `building`: all child processes that are not in
+    `before`. Returns when they and their workers, which die with them, have ended."""
     deadline = time.monotonic() + CANCELLED_START_S
     killed = set()
     workers = []

@@ -1,5 +1,5 @@
-"""ROSE's weight-transfer engine for vLLM, one in each worker: stages versions in a thread, then
-flips.
+"""ROSE's weight-transfer engine for vLLM, one in each worker. It stages versions (decodes changes)
+in a thread, then flips them (writes the changes into the live weights).
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update`. `update_weights` only
 begins the staging, so that the worker keeps generating. `finish_weight_update`, while generation is
@@ -41,11 +41,13 @@ NAME = "rose"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to set up: every update names its store."""
+    """Empty, because every update names its store."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
+    """The version to be loaded, and where and how."""
+
     version: int
     store: str  # folder, or a relay's URL
     mirror: str | None  # folder with the payloads broadcast to this node
@@ -68,9 +70,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         for name, parameter in model.named_parameters():  # vLLM has just loaded the model
             check_type(name, parameter)
-        # On a GPU that engines share, free memory is released KV memory, which either engine may
-        # take at any moment. So staging takes little, from what torch's allocator holds. Emptying
-        # the allocator's cache would lose the memory that is kept for steps.
+        # On a GPU that engines share, either engine may take free memory at any moment. So staging
+        # takes little, from the cache of torch's allocator. `Changes.release` would empty that
+        # cache after a large staging, but engine steps need it.
         self._shares_gpu = device.type == "cuda" and plugin.FOLDER in os.environ
         self._live: Live | None = None
         # Lineage and version of the live weights. The version is None if they are a mixture.
@@ -80,18 +82,19 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._wanted = False  # false once the version being staged was abandoned
         self._handover = threading.Lock()  # guards `_wanted` and `_staged`
         self._receiver: Receiver | None = None
-        # Fingerprint of the adapter's base that the live weights were found to equal; "" if none.
+        # Fingerprint of the adapter's base that the live weights equal; "" if none was compared.
         self._base_fingerprint = ""
         parallel = vllm_config.parallel_config
         self._rank = parallel.rank % parallel.tensor_parallel_size
         self._status: dict[str, Any] = {"state": "idle"}
-        # Takes long only on a machine without numba's cache of these functions.
+        # This takes long only on a machine without numba's cache of these functions.
         threading.Thread(target=codec.compile_all, name="rose-compile", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        """Drop a staged version. Raises `TransferError` while a version is staged or checked."""
         if self._status["state"] in ("staging", "checking"):
             raise TransferError(f"version {self._staging.version} is being staged or checked")
         self.abandon()
@@ -111,8 +114,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._status
 
     def abandon(self) -> None:
-        """Drop the version that is staged, and stop one that is being staged. The staging thread
-        first finishes the blocks that it is busy with."""
+        """Drop the version that is staged, and stop a version that is being staged. The staging
+        thread first finishes the blocks that it is busy with."""
         with self._handover:
             self._wanted = False
             staged, self._staged = self._staged, None
@@ -125,7 +128,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._held[1] == INITIAL
 
     def reset(self) -> None:
-        """Forget all versions. The live weights are gone, and the model's folder is read next."""
+        """Forget all versions. The live weights are gone, and the model's folder will be read."""
         if self._receiver is not None:
             self._receiver.close()
         self._live = self._receiver = self._staged = None
@@ -135,8 +138,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Flip the staged version, if any, then verify it in a thread while generation continues.
-        An error goes into `status`. If this method raised it, vLLM's session would stay open for
-        good."""
+        An error goes into `status`: if this method raised it, vLLM's session would stay open."""
         if self._staged is None:
             return
         try:
@@ -144,7 +146,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:
-            self._failed(error, mixture="was undone" not in str(error))
+            self._set_failed(error, mixture="was undone" not in str(error))
             return
         self._held = (self._receiver.lineage, self._staging.version)
         self._status = self._status | {"state": "checking"}
@@ -160,6 +162,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # ----------------------------------------------------------------- in a thread of its own
 
     def _stage(self) -> None:
+        """Stage the version. On an error, set `status`; the old version keeps serving."""
         info, began = self._staging, time.perf_counter()
         try:
             if self._live is None:
@@ -167,7 +170,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._receiver is None or self._receiver.where != (info.store, info.mirror):
                 if self._receiver is not None:
                     self._receiver.close()
-                    self._receiver = None  # the next line may raise
+                    self._receiver = None  # no closed receiver if the next line raises
                 self._receiver = Receiver(
                     info.store, info.mirror, info.token_file, self._places, self._live
                 )
@@ -197,29 +200,31 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     return
             staged.release()
             raise TransferError(f"version {info.version} was abandoned while it was staged")
-        except Exception as error:  # the old version keeps serving; `status` has the error
-            self._failed(error, mixture=False)
+        except Exception as error:
+            self._set_failed(error, mixture=False)
 
     def _device_bytes(self, info: UpdateInfo) -> int | None:
+        """Return the device's bytes that staging may take; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return min(MIN_BYTES, info.device_bytes) if self._shares_gpu else info.device_bytes
 
     def _check(self, staged: Staged) -> None:
+        """Verify the flipped version, and set the status."""
         wrong, began = None, time.perf_counter()
         try:
             staged.check()
         except Exception as error:
             wrong = error
-        # Comes before the new status, because the next version may arrive right after that.
+        # Release before the new status is set, as the next version may arrive right after that.
         staged.release()
         if wrong is None:
             took = time.perf_counter() - began
             self._status = self._status | {"state": "loaded", "check_s": took}
         else:
-            self._failed(wrong, mixture=True)
+            self._set_failed(wrong, mixture=True)
 
-    def _failed(self, error: Exception, mixture: bool) -> None:
+    def _set_failed(self, error: Exception, mixture: bool) -> None:
         if mixture:
             self._held = (None, None)
         self.abandon()
@@ -229,7 +234,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
         """Map each block of the store to its place in the live weights. Raises `TransferError`
         unless the blocks of a whole model fill the engine's parameters exactly. For an adapter,
-        raises it unless the live weights are the adapter's base."""
+        raises it if the live weights are not the adapter's base."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         by_expert = self.parallel_config.enable_expert_parallel
@@ -245,7 +250,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         places, filled = place_blocks(plan, local, live)
         if plan.base is not None:
             if plan.base.fingerprint != self._base_fingerprint:
-                self._compare(plan.base, local)
+                self._compare_base(plan.base, local)
             return places
         for parameter, count in filled.items():
             wanted = live.matrices[parameter].numel()
@@ -257,9 +262,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
         return places
 
-    def _compare(self, base: Base, local: Callable[..., LocalSlice | None]) -> None:
-        """Compare the live weights with an adapter's base (`rose.transfer.digests.compare`). Once
-        is enough, as the base doesn't change until `reset`."""
+    def _compare_base(self, base: Base, local: Callable[..., LocalSlice | None]) -> None:
+        """Compare the live weights with an adapter's base (`rose.transfer.digests.compare`). One
+        comparison is enough, because the base doesn't change until `reset`."""
         info, live = self._staging, Live(adapter.base(self.model))
         places, _ = place_blocks(base, local, live)
         folder, end = self.model_config.model, time.monotonic() + info.timeout_s

@@ -1,12 +1,12 @@
-"""ROSE's extension of vLLM's worker: the calls of `Engine` that vLLM doesn't have.
+"""ROSE's extension of vLLM's worker: methods that `Engine` calls and vLLM doesn't have.
 
 The engine argument `worker_extension_cls` names it. So vLLM imports this module in every worker
 before it builds the model, and mixes `WorkerExtension` into its worker class. `Engine` calls the
 methods with `collective_rpc`.
 
 Importing this module registers ROSE's weight-transfer engine with vLLM. On a CPU it also switches
-off vLLM's prepacked matrix kernels (oneDNN, AMX), those of experts included. These kernels empty or
-reorder the weights, so that an update in place would seem to succeed but change the wrong values.
+off vLLM's prepacked matrix kernels (oneDNN, AMX), also for experts. These kernels empty or reorder
+the weights, so that an update in place would seem to succeed but change the wrong values.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class WorkerExtension(InactiveWorker):
         return self.weight_transfer_engine.status()
 
     def rose_abandon(self) -> dict:
-        """Drop a version that is staged or being staged, and close vLLM's session; return the
-        status."""
+        """Drop a version, staged or not yet, and close vLLM's weight update; return the status."""
         self.weight_transfer_engine.abandon()
         if self._weight_update_active:
-            self.finish_weight_update()  # flips nothing, as no version is staged any more
+            # No version is staged any more, so this flips nothing.
+            self.finish_weight_update()
         return self.weight_transfer_engine.status()
 
     def rose_description(self) -> list[str]:
@@ -65,8 +65,8 @@ class WorkerExtension(InactiveWorker):
 
     def rose_begin_drafts(self, draft: dict[str, Any]) -> None:
         """Prepare an engine with speculative drafts, before its first request. `draft` is the
-        section rollout.draft. Raises `RuntimeError` if vLLM's sampling of drafted positions can't
-        be corrected on a CPU."""
+        section rollout.draft. Raises `RuntimeError` if this is a CPU and vLLM's sampling of drafted
+        positions can't be corrected."""
         if current_platform.is_cpu():
             rejection.mend()
 
@@ -77,7 +77,8 @@ class WorkerExtension(InactiveWorker):
         routing.record(self.model_runner)
 
     def rose_checksum(self) -> dict[str, str]:
-        """xxh3-128 of every live parameter of this rank, padding included, and an adapter's."""
+        """Return the xxh3-128 of each live parameter of this rank, with padding, and of the
+        adapter."""
         model = self.model_runner.get_model()
         return {
             name: digest(p.detach().cpu().contiguous().view(torch.uint8).numpy())

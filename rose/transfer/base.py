@@ -1,7 +1,7 @@
 """The hashes of the frozen weights below an adapter.
 
 Versions of an adapter don't contain these weights, so every reader must have them on its own disk.
-The plan of the adapter's store has their hashes, against which a reader compares them.
+The plan of the adapter's store has their hashes, and a reader compares its weights with these.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def measure(
     weights: Iterable[tuple[Tensor, Callable[[], np.ndarray]]],
     cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
 ) -> Base:
-    """Return the base of `weights`, each a tensor and a function that reads its patterns, (size,)
-    uint16 or uint32. `cuts(name, shape)` gives its cuts. One tensor is in memory at a time."""
+    """Return the base of `weights`, each a tensor and a function that reads its bit patterns
+    (size,) as integers. `cuts(name, shape)` gives its cuts. One tensor is in memory at a time."""
     tensors: list[Tensor] = []
     blocks: list[Block] = []
     hashes: list[str] = []

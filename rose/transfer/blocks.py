@@ -1,9 +1,9 @@
 """Cut the tensors of a model into blocks, the unit of difference, hash and transfer. Pure.
 
-A block is a run of one tensor's values, in row-major order. One trainer rank writes it, and each
-server needs all of it or nothing. Tensors are taken as matrices: (rows, product of the other
+A block has values of one tensor, in row-major order. One trainer rank writes it, and each engine
+rank needs all of it or nothing. Tensors are taken as matrices: (rows, product of the other
 dimensions), or (n, 1) if there is one dimension. They are cut in three kinds of places:
-1. where a tensor-parallel server's part begins or ends (`Cuts`, from `rose.engine.layout.cuts`);
+1. where an engine rank's part begins or ends (`Cuts`, from `rose.engine.layout.cuts`);
 2. where a trainer rank's ZeRO shard begins or ends (`Shards`);
 3. after at most `LARGEST` values, so that many threads have work and each needs little memory.
 """
@@ -64,7 +64,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     owner: int
 
 
-# The rows and columns at which any server's part ends, by the tensor's name.
+# The rows and columns at which any engine rank's part ends, by the tensor's name.
 Cuts = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 # The (owner, start, stop) of each shard in flat indices, in order, by the tensor's name.
 Shards = Mapping[str, Sequence[tuple[int, int, int]]]
@@ -76,8 +76,7 @@ def cut(
     """Return blocks that contain every value of every tensor exactly once, in the tensors' order.
 
     Without `shards`, all ranks hold all values, and `share` distributes the blocks evenly over
-    `world` ranks. Raises `ValueError` for a tensor that the shards don't cover exactly once.
-    """
+    `world` ranks. Raises `ValueError` for a tensor that the shards don't cover exactly once."""
     blocks = [
         block
         for number, tensor in enumerate(tensors)
@@ -106,6 +105,7 @@ def _cut(
     shards: Sequence[tuple[int, int, int]],
     largest: int,
 ) -> Iterator[Block]:
+    """Yield the blocks of one tensor."""
     columns = tensor.columns
     ends = [start for _, start, _ in shards[1:]] + [tensor.size]
     if [(s, e) for _, s, e in shards] != list(zip([0, *ends[:-1]], ends, strict=False)):
@@ -115,10 +115,10 @@ def _cut(
         )
     bands = sorted({0, columns, *column_cuts})
     for owner, start, stop in shards:
-        edges = sorted(
+        limits = sorted(
             {start, stop, *(row * columns for row in row_cuts if start < row * columns < stop)}
         )
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in zip(limits, limits[1:], strict=False):
             for first, last in zip(bands, bands[1:], strict=False):
                 step = max(1, largest // (last - first)) * columns  # whole rows
                 if last - first == columns and columns > largest:
@@ -133,18 +133,19 @@ def _cut(
 
 def size(block: Block, columns: int) -> int:
     """Return the number of values in the block."""
-    return _before(block.stop, block, columns) - _before(block.start, block, columns)
+    return _count_before(block.stop, block, columns) - _count_before(block.start, block, columns)
 
 
-def _before(index: int, block: Block, columns: int) -> int:
+def _count_before(index: int, block: Block, columns: int) -> int:
+    """Return how many values in the block's columns have a flat index below `index`."""
     row, column = divmod(index, columns)
     width = block.last - block.first
     return row * width + min(max(column - block.first, 0), width)
 
 
 def rectangles(block: Block, columns: int) -> list[Rectangle]:
-    """Return the rectangles, at most three, whose row-major values in sequence are the block's: the
-    end of a row, whole rows of the band, the beginning of a row."""
+    """Return the block as at most three rectangles, in order: the end of a row, whole rows, and the
+    beginning of a row, all within the block's columns."""
     row, column = divmod(block.start, columns)
     last_row, last_column = divmod(block.stop, columns)
     low, high = block.first, block.last
@@ -172,7 +173,7 @@ def take(values, offset: int, block: Block, columns: int) -> list:
         begin = r.first_row * columns + r.first_column - offset
         height = r.last_row - r.first_row
         width = r.last_column - r.first_column
-        # Strided and not reshaped, because `values` may end with the band instead of a whole row.
+        # A view by strides: `values` may end within the last row, so a reshape can fail.
         run = values[begin : begin + (height - 1) * columns + width]
         if isinstance(run, np.ndarray):
             pieces.append(
@@ -186,7 +187,7 @@ def take(values, offset: int, block: Block, columns: int) -> list:
 
 
 def share(sizes: Sequence[int], world: int) -> list[int]:
-    """Return the owner of each size: the largest go first, each to the rank with the least load."""
+    """Return a rank for each block size: largest first, each to the rank with the least load."""
     loads, owners = [0] * world, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[i] = loads.index(min(loads))

@@ -3,15 +3,15 @@
     trainer 0 --+--> rollout 0 of node A: /dev/shm/...  <-- the engines of rollout 0, 1, 2
     trainer 1 --+--> rollout 3 of node B: /dev/shm/...  <-- the engines of rollout 3, 4
 
-One rollout rank per node receives the files and writes them to its `rose.transfer.mirror`. Each
-trainer rank has a communicator with these receivers only. A file is sent as a header (its length
-and name) and pieces, by MPI_Ibcast. NCCL can carry the pieces (`rose.transfer.broadcast_nccl`). It
-needs the collectives of several communicators in the same order at all ranks of a GPU, so receivers
-take the trainer ranks' files in the order of their indices, version after version.
+One rollout rank per node receives the files and writes them to the node's `rose.transfer.mirror`.
+Each trainer rank has a communicator with these receivers only. By MPI_Ibcast it sends a file as a
+header (length and name) and pieces. NCCL can send the pieces (`rose.transfer.broadcast_nccl`).
+NCCL's collectives must have the same order at all ranks. So receivers take the files in the order
+of the trainer ranks' indices, version after version.
 
 A trainer rank's `send` returns at once. A thread calls MPI until the file has left, because MPI
-moves large messages only in its calls. A receiver polls from its event loop. A late rank costs only
-speed: if a file takes more than `deadline_s` seconds, the rank reports it and takes no further
+moves large messages only during its calls. A receiver polls from its event loop. A late rank costs
+only speed: if a file takes more than `deadline_s` seconds, the rank reports it and takes no further
 part, and engines read the store's files. Pieces have no hashes, because readers check the hashes of
 the store's manifest, which also detect damage in the mirror.
 """
@@ -38,12 +38,12 @@ from rose.comm.mailbox import gather_texts
 from rose.transfer.errors import TransferError
 from rose.transfer.mirror import Mirror, choose_path
 
-PIECE = 1 << 20  # bytes, which a rank passes on while it receives the next piece
+PIECE = 1 << 20  # bytes of a piece; a rank passes it on while it receives the next
 WINDOW = 8  # pieces in flight
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # a path in the mirror
 _HEADER = struct.Struct("<4sQ116s")  # magic, bytes, name
 _MAGIC = b"RSB2"
-_GROUP_TAG = 77  # the first tag for MPI_Comm_create_group; each trainer rank's group has the next
+_GROUP_TAG = 77  # the first tag for MPI_Comm_create_group; each trainer rank adds one
 _FIRST_PAUSE_S, _IDLE_PAUSE_S = 0.0003, 0.002
 # Pieces of abandoned transfers, kept with their memory until the process ends. MPI can't cancel
 # them, and reads or writes the memory whenever a late rank joins in.
@@ -62,8 +62,7 @@ class Broadcast:
     Construction is collective over the ranks `trainers` and `rollouts` of `world`, at least one of
     each, in the order of their roles' indices. `rose.transfer.mirror` explains `run_dir`,
     `limit_bytes` and `folder`. On a rollout rank, `mirror` is the node's. Raises `TransferError` if
-    MPI was not started for several threads, and `TimeoutError` if a rank does not take part.
-    """
+    MPI was not started for several threads, and `TimeoutError` if a rank does not take part."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Broadcast:
         rank = self._group.Get_rank()
         self.root = rank if rank < len(trainers) else None  # index of the trainer rank
         path = choose_path(run_dir, folder) if self.root is None else ""
-        # A rank that imports from a cold file system is minutes late; that is no network failure.
+        # Wait long, because a rank that imports from a cold file system is minutes late.
         texts = gather_texts(
             self._group,
             f"{_node(path)}\n{path}",
@@ -112,10 +111,10 @@ class Broadcast:
         if self.root is None:
             where = texts[first[texts[rank].partition("\n")[0]]].partition("\n")[2]
             self.mirror = Mirror(Path(where), len(trainers), limit_bytes)
-        self._pieces = None  # carries the files' pieces, or None if MPI does
-        self._previous: threading.Thread | None = None  # sends the file before the last one
-        self._last: threading.Thread | None = None  # sends the last file
-        self._failed = ""  # the error after which this rank takes no part any more
+        self._pieces = None  # carrier of the files' pieces; None for MPI
+        self._previous: threading.Thread | None = None  # thread for the file before the last one
+        self._last: threading.Thread | None = None  # thread for the last file
+        self._failed = ""  # error that ended this rank's part
 
     def use_torch(self, device, interface: str | None = None) -> None:
         """Send all further files' pieces by torch.distributed: NCCL, with this rank's GPU `device`
@@ -156,6 +155,7 @@ class Broadcast:
             self._previous.join()
 
     def _send(self, previous: threading.Thread | None, name: str, buffer: np.ndarray) -> None:
+        """Send a file, after the thread of the `previous` file has ended."""
         if previous is not None:
             previous.join()
         if self._failed:
@@ -179,8 +179,8 @@ class Broadcast:
 
     async def receive(self) -> None:
         """Receive files into the mirror until cancelled. Run it as long as the rank lives, even
-        while its engine is down, because it passes on pieces for other ranks. It does nothing on a
-        rank that is not the first of its node, or after a rank was late."""
+        while its engine is down, because it passes on pieces for other ranks. On a rank that is not
+        its node's first, or after a rank was late, it only waits."""
         if self.writes:
             await self._receive()
         await asyncio.Event().wait()
@@ -210,6 +210,7 @@ class Broadcast:
     async def _take(
         self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> None:
+        """Receive a header, or a file if `body`, into `buffer`."""
         pause = _FIRST_PAUSE_S
         for moved in self._move(root, buffer, nbytes, end, body):
             pause = _FIRST_PAUSE_S if moved else min(pause * 1.5, _IDLE_PAUSE_S)
@@ -224,7 +225,7 @@ class Broadcast:
     def _move(
         self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> Iterator[bool]:
-        """Move `nbytes` from or into the buffer, and yield after each poll whether a piece arrived.
+        """Move `nbytes` from or into the buffer, and yield after each poll whether a piece is done.
 
         A buffer shorter than `nbytes` is used again from its start. `body` is true for a file, and
         false for its header. Raises `TransferError` if not done at the monotonic time `end`."""
@@ -250,13 +251,14 @@ class Broadcast:
             _ABANDONED.extend(in_flight)
 
     def _start(self, root: int, piece: np.ndarray, slot: int, body: bool) -> Transit:
+        """Begin to move a piece, by MPI or by `_pieces`."""
         if body and self._pieces is not None:
             return self._pieces.start(root, piece, slot)
         return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
 
     def _abort_pieces(self) -> None:
-        """Take no further part. Pieces in flight are cancelled: for one that never ends, torch's
-        watchdog would end this process."""
+        """Cancel the pieces in flight, and take no further part. For a piece that never ends,
+        torch's watchdog would end this process."""
         try:
             if self._pieces is not None:
                 self._pieces.abort()
@@ -272,8 +274,8 @@ def _communicator(world: MPI.Comm, ranks: list[int], tag: int) -> MPI.Comm:
 
 
 def _node(path: Path | str) -> str:
-    """Return a key that is equal for processes which see the same memory under the same path; two
-    containers of one machine may not."""
+    """Return a key that is equal for processes which see the same memory under the same path. Two
+    containers of one machine may see different memory."""
     if not path:
         return ""
     device = os.stat(path.parent)
@@ -307,8 +309,7 @@ def make_broadcast(
     without rollout ranks, and on a rank that is neither trainer nor rollout.
 
     Collective over trainer and rollout ranks only. Raises `TransferError` for another kind, and for
-    "nccl" if this process sees no GPU.
-    """
+    "nccl" if this process sees no GPU."""
     if kind not in ("mpi", "nccl", "none"):
         raise TransferError(f"transfer.broadcast={kind!r}; known are 'mpi', 'nccl' and 'none'")
     me = world.Get_rank()

@@ -26,12 +26,12 @@ from rose.comm.mailbox import gather_texts
 
 
 class TorchPieces:
-    """The process groups of this rank and `window` buffers for pieces of at most `nbytes` bytes.
+    """Carries pieces by this rank's process groups and `window` buffers of `nbytes` bytes.
 
     Construction is collective over `group`, all trainer and rollout ranks. `comms` has, by trainer
     rank, each communicator with the receiving ranks that contains this rank. `device` is this
     rank's; its type is the same on all ranks and selects NCCL or gloo. Every rank of `comms` needs
-    a GPU that it shares with no other."""
+    a GPU of its own."""
 
     def __init__(
         self,
@@ -63,21 +63,22 @@ class TorchPieces:
             master_listen_fd=place.detach_listener(),
         )
         self._sends = sends
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [_Slot(nbytes, device) for _ in range(window)]
         self._groups = {}
         for root, comm in comms.items():
             store = distributed.PrefixStore(f"root-{root}", self._store)
-            made = _group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
-            # NCCL connects at the first collective: here, where ranks may wait for each other.
+            made = _process_group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
+            # NCCL connects at the first collective, so run one here, where ranks may wait for
+            # others.
             made.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
             self._groups[root] = made
 
     def start(self, root: int, piece: np.ndarray, slot: int) -> _Slot:
-        return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
+        return self._slots[slot].start(self._groups[root], piece, self._copy_stream, self._sends)
 
     def abort(self) -> None:
-        """Abort all groups; start nothing afterwards. Otherwise NCCL's pieces that wait for a late
+        """Abort all groups; start nothing afterwards. Without that, pieces that wait for a late
         rank would stay in the device's queue until torch's watchdog ends the process."""
         for group in self._groups.values():
             group.abort()
@@ -93,27 +94,29 @@ class _Slot:
         if device.type == "cuda":
             self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def start(self, group, piece: np.ndarray, copies, sends: bool) -> _Slot:
+    def start(self, group, piece: np.ndarray, copy_stream, sends: bool) -> _Slot:
+        """Begin to send or receive a piece."""
         self._into = None if sends else piece
         host, staged = self._host[: piece.size], self._staged[: piece.size]
         if sends:
             host.numpy()[:] = piece
-        if copies is None:
+        if copy_stream is None:
             work = group.broadcast(host, 0)
             self._done, self._check = work.is_completed, work.wait
             return self
-        with torch.cuda.stream(copies):
+        with torch.cuda.stream(copy_stream):
             if sends:
                 staged.copy_(host, non_blocking=True)
             # The copy stream waits for NCCL's; the caller does not wait.
             group.broadcast(staged, 0).wait()
             if not sends:
                 host.copy_(staged, non_blocking=True)
-            event = copies.record_event()
+            event = copy_stream.record_event()
             self._done, self._check = event.query, event.synchronize
         return self
 
     def Test(self) -> bool:
+        """Return True if the piece is done; see `Transit` of broadcast.py."""
         if not self._done():
             return False
         self._check()  # raises the error of a failed transfer
@@ -122,7 +125,7 @@ class _Slot:
         return True
 
 
-def _group(
+def _process_group(
     store: distributed.Store, rank: int, size: int, timeout: timedelta, device: torch.device
 ):
     if device.type == "cpu":

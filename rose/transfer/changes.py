@@ -1,11 +1,11 @@
-"""Move the single values that a version changes, by their differences, where the live weights are.
+"""Change single values of the live weights, where they are, by adding differences.
 
-What is kept of a value is its index and its difference in the order of the floats
-(rose/transfer/payload.py): `put(1)` adds the differences, and `put(-1)` subtracts them. So no live
-value is read before the flip. On a GPU a kernel does it (rose/transfer/delta_triton.py).
+For each value that a version changes, its index and its difference in the order of the floats
+(rose/transfer/payload.py) are kept. The flip adds the differences by `put(1)`, and `put(-1)` undoes
+it. So no live value is read before. On a GPU a kernel adds (rose/transfer/delta_triton.py).
 
-Before the flip, as many values as fit are copied to the device: 6 bytes for a bfloat16 value, an
-index of 4 and the difference. The others are copied during the flip through one small workspace on
+Before the flip, as many values as fit are copied to the device. A bfloat16 value takes 6 bytes
+there, 4 of them for its index. The others are copied during the flip through one small workspace on
 the device. That makes the pause longer, but no version is too large for the device. All device
 memory is allocated before the flip, so that the flip can't run out of it.
 """
@@ -29,7 +29,7 @@ PIECE = 2**20  # most values of a piece, which is moved in one call
 VALUE_BYTES = 8 + 4  # bytes of the workspace for one value: the longest index and difference
 # Bytes of the device that staging leaves free, because an engine's activations grow with batches.
 RESERVE_BYTES = 512 * 2**20
-# Bytes of the device that staging takes even if less than the reserve is free.
+# Bytes of the device that staging takes even if that leaves less than the reserve.
 MIN_BYTES = 32 * 2**20
 # From this size on, released memory is returned to the device and not kept by torch's allocator.
 LARGE_BYTES = 256 * 2**20
@@ -39,8 +39,8 @@ Part = tuple[np.ndarray, np.ndarray]  # indices (n,) and differences (n,)
 
 
 def budget(live: Live, most: int | None) -> int | None:
-    """Return the bytes of the device that staging may take now: `most`, or less if less is free;
-    `most` for parameters in host memory, to which nothing needs to be copied."""
+    """Return the bytes of the device that staging may take now: `most`, or less if less is free.
+    Returns `most` for parameters in host memory, to which nothing needs to be copied."""
     if live.device.type != "cuda":
         return most
     free = torch.cuda.mem_get_info(live.device)[0] - RESERVE_BYTES
@@ -49,8 +49,8 @@ def budget(live: Live, most: int | None) -> int | None:
 
 @dataclass
 class _Piece:
-    """Some changes of one parameter, `count` in all: `parts` on the host, or `resident`, indices
-    and differences, on the device."""
+    """Some changes of one parameter, `count` in all. They are in `parts` on the host, or in
+    `resident` (indices and differences) on the device."""
 
     parameter: str
     parts: list[Part]
@@ -73,7 +73,7 @@ class Changes:
         self._added: dict[str, list[Part]] = {}
         self._workspace: Tensor | None = None  # (bytes,) uint8; None if nothing goes to a device
         self._bounce: Any = None  # a `_Bounce`, if there is a workspace
-        self._put: list[_Piece] = []  # pieces whose differences the live weights have
+        self._put: list[_Piece] = []  # pieces whose differences were added
         self.pieces: list[_Piece] = []
         self.device_bytes = 0
 
@@ -83,8 +83,8 @@ class Changes:
         self._added.setdefault(parameter, []).append((indices, differences))
 
     def upload(self, most: int | None) -> None:
-        """Allocate at most `most` bytes of the device (see `budget`), and copy there what fits.
-        Raises `TransferError` if the device can't give even `MIN_BYTES`."""
+        """Allocate at most `most` bytes of the device (see `budget`), and copy the changes there
+        that fit. Raises `TransferError` if the device can't give even `MIN_BYTES`."""
         if most is None or not self._added:
             self.pieces = list(self._cut(PIECE))
             # Each piece becomes one part, so that the flip takes fewer calls.
@@ -103,8 +103,8 @@ class Changes:
         self._added = {}
 
     def _allocate(self, most: int) -> Tensor:
-        """Make the pieces, and allocate a workspace for one, of at most a quarter of `most`. Return
-        memory for resident pieces."""
+        """Cut the changes into pieces, and allocate a workspace for one piece, of at most a quarter
+        of `most`. Return memory for resident pieces."""
         while True:
             values = max(1, min(PIECE, (most // 4 - 2 * ALIGNMENT) // VALUE_BYTES))
             self.pieces = list(self._cut(values))
@@ -148,7 +148,7 @@ class Changes:
 
     def put(self, sign: int) -> None:
         """Add the differences (`sign` 1), or subtract those that were added (-1). On a CPU each
-        value costs a cache miss, so that threads help."""
+        value costs a cache miss, so several threads are faster."""
         pieces, self._put = (self.pieces, []) if sign > 0 else (self._put, [])
 
         def work(piece: _Piece) -> None:
@@ -173,7 +173,7 @@ class Changes:
             torch.cuda.empty_cache()  # torch's allocator would keep it for this stream only
 
     def _move(self, piece: _Piece, sign: int) -> None:
-        """Move a piece's values. Raises `ValueError` before it moves the first one."""
+        """Add `sign` times a piece's differences. Raises `ValueError` before any change."""
         flat = self._live.matrices[piece.parameter].view(-1)
         for indices, differences in piece.parts:
             if len(indices) != len(differences):
@@ -210,10 +210,10 @@ class Changes:
 
 class _Bounce:
     """Page-locked host memory for any two of `pieces`, through which pieces are copied to a device:
-    one is filled while the other one is copied."""
+    one piece is filled in while the other is copied."""
 
     def __init__(self, pieces: list[_Piece], live: Live):
-        nbytes, self._turn = max(piece.nbytes for piece in pieces), 0
+        nbytes, self._next = max(piece.nbytes for piece in pieces), 0
         self._buffers: list[tuple[Tensor, torch.cuda.Event | None]] = []
         for _ in range(2):
             if live.device.type == "cuda":
@@ -225,8 +225,8 @@ class _Bounce:
     def copy(self, piece: _Piece, target: Tensor) -> tuple[Tensor, Tensor]:
         """Copy a piece's parts into `target` (bytes,) uint8, in the current stream, and return its
         indices and differences there."""
-        buffer, copied = self._buffers[self._turn]
-        self._turn = 1 - self._turn
+        buffer, copied = self._buffers[self._next]
+        self._next = 1 - self._next
         if copied is not None:
             copied.synchronize()  # returns at once before the first copy
         views = _views(piece, buffer)

@@ -1,11 +1,10 @@
 """Encode a block of values bit-exactly as a payload, relative to the block's older values.
 
 Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). A payload is the smallest of
-four encodings: unchanged, delta, planes and raw, of which payload.py's docstring specifies every
-byte.
+four encodings: unchanged, delta, planes and raw. payload.py's docstring specifies every byte.
 
 All functions are pure and thread-safe, and their loops release the GIL. Payloads have no hashes. A
-wrong one raises `ValueError` or decodes to wrong values, so callers check the values' hashes.
+wrong payload raises `ValueError` or decodes to wrong values, so callers check the values' hashes.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ def encode_moves(
     differences: np.ndarray,
     values: Callable[[], np.ndarray],
 ) -> np.ndarray:
-    """Return the payload that `encode` returns, given what changes: ascending positions (c,) int32
-    and their differences (c,), none of them 0, of `total` values of `width` bytes. `values()`
-    returns the new patterns (n,), which are needed if many values change."""
+    """Return the payload that `encode` returns, for a block of `total` values of `width` bytes,
+    given its changes: ascending positions (c,) int32 and their differences (c,), none of them 0.
+    `values()` returns the new patterns (n,), which are needed if many values change."""
     delta = encode_changes(total, width, positions, differences)
     if 2 * delta.size <= total * width:  # Planes of weights are never that small.
         return delta
@@ -75,10 +74,8 @@ def encode_moves(
 
 
 def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
-    """Return the new values (n,) of a payload (bytes-like or (bytes,) uint8).
-
-    Raises `ValueError` if the payload is malformed, or needs `old` and it is missing or misfits.
-    """
+    """Return the new values (n,) of a payload (bytes-like or (bytes,) uint8). Raises `ValueError`
+    if the payload is malformed, or if it needs `old`, which is missing or doesn't fit."""
     if old is not None:
         new = np.array(old)
         apply(payload, new)
@@ -112,8 +109,7 @@ def compose(first, second) -> np.ndarray:
     """Return the payload from a to c, given those from a to b and from b to c, without any values.
 
     Values that are equal in a and c count as unchanged. Raises `ValueError` if a payload is
-    malformed, or they are of different blocks.
-    """
+    malformed, or if the payloads are of different blocks."""
     data, layout = _parse(first)
     next_data, next_layout = _parse(second)
     if (layout.width, layout.values) != (next_layout.width, next_layout.values):
@@ -136,9 +132,9 @@ def compose(first, second) -> np.ndarray:
 def summed(
     positions: np.ndarray, differences: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ascending positions (c,) int32 and differences (c,) int32 of several changes one
-    after the other, given all of them in a row, each with ascending positions. Differences at equal
-    positions add up, and those whose sum is 0 are left out."""
+    """Combine successive changes of a block into one. `positions` and `differences` are those of
+    all changes in a row. Differences at equal positions add up; a sum of 0 is left out. Returns
+    ascending positions (c,) int32 and differences (c,) int32."""
     order = np.argsort(positions, kind="stable")
     positions, differences = positions[order], differences[order].astype(np.int64)
     starts = np.flatnonzero(np.diff(positions, prepend=-1))
@@ -163,11 +159,10 @@ def changes(
 ) -> list[tuple[np.ndarray, np.ndarray] | None]:
     """Decode the deltas of several blocks in one call, which takes the GIL a few times in all.
 
-    For each block return its ascending positions (c,) int32, with its shift added, and the
-    differences (c,), int16 for values of 2 bytes and int32 for those of 4; c is 0 if it is
-    unchanged. A block has None if its payload is of another kind, has more than `most` changes,
-    isn't of a block of `values` values of `width` bytes, or is malformed: `apply` says how.
-    """
+    For each block return its ascending positions (c,) int32, with its shift added, and its
+    differences (c,); c is 0 if it is unchanged. Differences are int16 for values of 2 bytes and
+    int32 for those of 4. A block has None if its payload is of another kind, size or `width`, has
+    more than `most` changes, or is malformed. `apply` then raises the reason."""
     chosen, rows, begin = [], [], 0
     for i, (payload, total, limit) in enumerate(zip(payloads, values, most, strict=True)):
         try:
@@ -208,8 +203,8 @@ def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def move(values: np.ndarray, indices: np.ndarray, by: np.ndarray, sign: int) -> None:
-    """Move the patterns at `indices` (c,), int32 or int64, of `values` (n,), contiguous ones of 2
-    or 4 bytes, by the differences `by` (c,) times `sign`, 1 or -1, in the order of the floats."""
+    """Add `sign`, 1 or -1, times the differences `by` (c,) to the contiguous patterns `values`
+    (n,), in the order of the floats. `indices` (c,), int32 or int64, are the positions."""
     _loops().add(values.view(DTYPES[values.itemsize]), indices, by, sign)
 
 
@@ -229,8 +224,8 @@ def digest(array: np.ndarray) -> str:
 def encode_changes(
     total: int, width: int, positions: np.ndarray, differences: np.ndarray
 ) -> np.ndarray:
-    """Return the payload (bytes,) uint8, a delta, of a block of `total` values of `width` bytes,
-    given ascending positions (c,) int32 and their differences (c,), none of them 0."""
+    """Return the delta (bytes,) uint8 of a block of `total` values of `width` bytes. They change at
+    ascending positions (c,) int32 by differences (c,), none of them 0."""
     if not positions.size:
         return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
     differences = differences.astype(np.int32, copy=False)
@@ -255,8 +250,8 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _fields(layout: Layout, begin: int) -> list[int]:
-    """Return the 29 integers that `decode_delta` takes, of a payload that begins at byte `begin`.
-    An unchanged block is a delta without changes."""
+    """Return the 29 integers that describe a payload, which begins at byte `begin`, to
+    `decode_delta`. An unchanged block is a delta without changes."""
     if not isinstance(layout, Delta):
         return [layout.values, 8 * layout.width, *[0] * 27]
     at = [8 * begin + offset for offset in layout.offsets]
@@ -271,6 +266,7 @@ def _fields(layout: Layout, begin: int) -> list[int]:
 
 
 def _encode_whole(values: np.ndarray) -> np.ndarray:
+    """Return the payload of whole values: planes, or raw if that is not longer."""
     planes = np.ascontiguousarray(as_bytes(values).reshape(-1, values.itemsize).T)
     packed = zstandard.ZstdCompressor(level=LEVEL).compress(planes)
     layout = Plain(layouts.PLANES, values.itemsize, values.size, len(packed))
@@ -298,7 +294,7 @@ def _read_whole(layout: Plain, data: np.ndarray) -> np.ndarray:
 
 
 def _start(layout: Layout) -> np.ndarray:
-    """Return the payload's words, which are zero behind the header."""
+    """Return a payload's words with the header written, and zeros behind it."""
     words = np.zeros(layout.nbytes // layouts.WORD, np.uint64)
     header = layout.header
     words.view(np.uint8)[: len(header)] = np.frombuffer(header, np.uint8)

@@ -1,10 +1,10 @@
 """Compare, compact and apply differences of weights in a GPU's memory with Triton.
 
-`compare` and `compact` find what an optimizer's step changes: they read its float32 values, which
-the device rounds to bfloat16, beside the bfloat16 values before the step. `move` adds differences
-to live weights. Differences are in the order of the floats, as rose/transfer/payload.py specifies
-it. The twins for a CPU are `scan` and `add` of rose/transfer/rice.py. Importing this module imports
-Triton, which comes with torch for GPUs.
+`compare` and `compact` find what an optimizer's step changes. They read the step's float32 values,
+round them to bfloat16, and compare them with the bfloat16 values before the step. `move` adds
+differences to live weights. Differences are in the order of the floats, as
+rose/transfer/payload.py specifies it. The twins for a CPU are `scan` and `add` of
+rose/transfer/rice.py. Importing this module imports Triton, which comes with torch for GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TILE, _MOVED = tl.constexpr(TILE), tl.constexpr(MOVED)
 
 @triton.jit
 def _ordered(patterns, LOW: tl.constexpr):
-    """Return int32 numbers in the order of the floats of signed patterns; its own inverse."""
+    """Map signed patterns to int32 numbers in the order of their floats; its own inverse."""
     patterns = patterns.to(tl.int32)
     return tl.where(patterns < 0, patterns ^ LOW, patterns)
 
@@ -31,7 +31,7 @@ def _both(master, held, tile, n):
     at = tile * _TILE + tl.arange(0, _TILE)
     inside = at < n
     bits = tl.load(master + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    # Rounded to the nearest bfloat16, to even ones halfway.
+    # Round to the nearest bfloat16, ties to even.
     new = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
     old = tl.load(held + at, mask=inside, other=0)
     return new, old, (new != old) & inside
@@ -39,6 +39,7 @@ def _both(master, held, tile, n):
 
 @triton.jit
 def _compare(master, held, counts, n):
+    """Count the changed values of each tile."""
     tile = tl.program_id(0).to(tl.int64)
     _, _, changed = _both(master, held, tile, n)
     tl.store(counts + tile, tl.sum(changed.to(tl.int32), 0))
@@ -46,6 +47,7 @@ def _compare(master, held, counts, n):
 
 @triton.jit(do_not_specialize=["first", "before"])
 def _compact(master, held, ends, positions, differences, first, before, n):
+    """Write the changed positions of each tile, and their differences."""
     tile = tl.program_id(0).to(tl.int64)
     new, old, changed = _both(master, held, first + tile, n)
     ones = changed.to(tl.int32)
@@ -59,6 +61,7 @@ def _compact(master, held, ends, positions, differences, first, before, n):
 
 @triton.jit(do_not_specialize=["count", "sign"])
 def _move(live, indices, differences, count, sign, LOW: tl.constexpr):
+    """Add `sign` times the differences to the live patterns at `indices`."""
     i = tl.program_id(0).to(tl.int64) * _MOVED + tl.arange(0, _MOVED)
     inside = i < count
     at = tl.load(indices + i, mask=inside, other=0).to(tl.int64)
@@ -69,8 +72,8 @@ def _move(live, indices, differences, count, sign, LOW: tl.constexpr):
 
 
 def compare(master: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Return how many values differ in each run of `TILE`, (tiles,) int32: `master` (n,) float32,
-    rounded to bfloat16, and `held` (n,) int16 patterns."""
+    """Return how many values of each tile, a run of `TILE`, differ: (tiles,) int32. Compares
+    `master` (n,) float32, rounded to bfloat16, with `held` (n,) int16 patterns."""
     n = master.numel()
     counts = torch.empty(triton.cdiv(n, TILE), dtype=torch.int32, device=master.device)
     if n:
@@ -85,9 +88,9 @@ def compact(
     tiles: tuple[int, int],
     counts: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the changed positions (c,) int32, counted from the first tile's begin, and their
-    differences (c,) int16, of the tiles from `tiles[0]` to `tiles[1]`. `ends` (tiles,) int64 is the
-    running sum of what `compare` returned, and `counts` its values before and after these tiles."""
+    """Return the changed positions (c,) int32 and their differences (c,) int16 of the tiles from
+    `tiles[0]` to `tiles[1]`. Positions count from the first tile's begin. `ends` (tiles,) int64 is
+    the running sum of `compare`'s result; `counts` are its values before and after these tiles."""
     (first, last), (before, after) = tiles, counts
     positions = torch.empty(after - before, dtype=torch.int32, device=master.device)
     differences = torch.empty(after - before, dtype=torch.int16, device=master.device)
@@ -105,8 +108,8 @@ def move(
     sign: int,
     count: int | None = None,
 ) -> None:
-    """Add `differences` (c,) int16 or int32, times `sign`, to the patterns of `live` (n,), of the
-    same type, at `indices` (c,) int32 or int64, all of them different. `count` 0 only compiles."""
+    """Add `sign` times `differences` (c,) to patterns of `live` (n,), of the same type, int16 or
+    int32. Their `indices` (c,) int32 or int64 are all different. `count` 0 only compiles."""
     count = len(indices) if count is None else count
     low = 0x7FFF if live.element_size() == 2 else 0x7FFFFFFF
     programs = max(1, triton.cdiv(count, MOVED))

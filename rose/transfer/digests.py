@@ -1,8 +1,8 @@
 """Compute the xxh3-128 of blocks of the live parameters, on their GPU or in host memory.
 
 A GPU hashes a block in place (rose/transfer/xxh3_triton.py) if the block is one run of 8-byte
-words, or rows of such runs. The few other blocks are copied to the host, as where a ZeRO shard ends
-within a row of a tensor-parallel engine's part. The first block that a device hashes is hashed on
+words, or rows of such runs. The few other blocks are copied to the host, such as one where a ZeRO
+shard ends within a row of an engine rank's part. The first block that a device hashes is hashed on
 the host, too. If the hashes differ or Triton fails, one warning is logged, and the host hashes all.
 """
 
@@ -70,8 +70,8 @@ class Values(Protocol):
     def side_stream(self) -> AbstractContextManager: ...
 
     def run(self, block: int) -> Run | None:
-        """Return where a block is on the device, or None if it is no run of words, or rows of such
-        runs (`run_of`)."""
+        """Return where a block is on the device, or None if it is neither a run of words nor rows
+        of such runs (`run_of`)."""
 
     def view(self, block: int) -> np.ndarray:
         """Return a block's patterns in host memory, without a copy if they are there."""
@@ -81,7 +81,7 @@ class Values(Protocol):
 
 
 class _Placed:
-    """The blocks at `places` of live parameters."""
+    """The `Values` of blocks that are at `places` of live parameters."""
 
     at_once = BLOCKS_PER_LAUNCH
 
@@ -122,7 +122,7 @@ def digests(
 def digests_of(
     values: Values, blocks: Iterable[int], threads: int, tick: Callable[[], None] = lambda: None
 ) -> dict[int, bytes]:
-    """Return each block's digest, as `digests` does."""
+    """Return the digest of each block of any `Values`, as `digests` does."""
     found: dict[int, bytes] = {}
     blocks = list(blocks)
     if hashes_on_device(values):
@@ -214,11 +214,12 @@ def _device_digests(
         found |= zip(some, merged(lanes, 8 * table[:, 3].astype(np.uint64)), strict=True)
         with trust.lock:
             if trust.right is None:
-                _compare(values, some[0], found[some[0]])
+                _check_device(values, some[0], found[some[0]])
     return found
 
 
-def _compare(values: Values, block: int, found: bytes) -> None:
+def _check_device(values: Values, block: int, found: bytes) -> None:
+    """Trust the device if the host hashes the block alike; else raise `_DeviceError`."""
     with values.side_stream():
         wanted = xxh3(values.view(block))
     if found != wanted:
@@ -230,7 +231,7 @@ def _compare(values: Values, block: int, found: bytes) -> None:
 
 
 def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
-    """Return the lanes (n, 8) uint64 of blocks (n, 4), each a `Run`."""
+    """Return XXH3's lanes (n, 8) uint64 of blocks (n, 4), each a `Run`."""
     from rose.transfer import xxh3_triton  # Only torch for GPUs comes with Triton.
 
     there = torch.from_numpy(blocks).to(device)
@@ -239,8 +240,8 @@ def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
 
 
 def run_of(address: int, row: int, stride: int, nbytes: int) -> Run | None:
-    """Return a block's `Run`, given its address and the bytes of a row, from row to row, and in
-    all, or None if it is too short or isn't aligned to words."""
+    """Return a block's `Run`, or None if it is too short or isn't aligned to words. `row`, `stride`
+    and `nbytes` are the bytes of a row, from row to row, and in all."""
     if nbytes <= LONG or any(number % 8 for number in (address, row, stride, nbytes)):
         return None
     return address, row // 8, stride, nbytes // 8
@@ -264,6 +265,7 @@ def merged(lanes: np.ndarray, nbytes: np.ndarray) -> list[bytes]:
 
 
 def _merge(lanes: np.ndarray, secret: bytes, start: np.ndarray) -> np.ndarray:
+    """Return one half of the digests: the merge of their lanes in XXH3."""
     keyed = lanes ^ np.frombuffer(secret, "<u8")
     for pair in range(0, 8, 2):
         start = start + _folded(keyed[:, pair], keyed[:, pair + 1])

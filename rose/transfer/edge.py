@@ -1,4 +1,4 @@
-"""Read one edge of a store."""
+"""Read an edge of a store: the files that lead from one version to another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_plan(source: Source) -> tuple[Plan, str]:
 
 
 def list_edges(source: Source, version: int | None = None) -> set[Step]:
-    """Return the edges that have a folder, of one version or of all. They need not be committed."""
+    """Return the edges, of one version or of all, that have a folder. Some may be uncommitted."""
     folders = source.names("") if version is None else [f"v{version:06d}"]
     found = {parse_edge(f, o) for f in folders if f.startswith("v") for o in source.names(f)}
     return found - {None}
@@ -57,7 +57,7 @@ def list_edges(source: Source, version: int | None = None) -> set[Step]:
 
 class Edge:
     """A committed edge of a store. A rank's table is read and verified at first use. Construction
-    raises `Missing` if there is no manifest, `Corrupted` if it isn't this store's. Thread-safe."""
+    raises `Missing` if there is no manifest, `Corrupted` if it is of another store. Thread-safe."""
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan, plan_hash: str):
         self.source, self.version, self.base, self.plan = source, version, base, plan
@@ -93,24 +93,25 @@ class Edge:
         return self._tables[rank]
 
     def payloads(self, rank: int, blocks: Sequence[int]) -> dict[int, tuple[Entry, memoryview]]:
-        """Return the (entry, payload) of each of `blocks`, ascending, which `rank` must own. Each
-        payload's hash is checked. Damaged bytes are read once more without caches. Raises `Missing`
-        or `Corrupted`."""
+        """Return the (entry, payload) of each of `blocks`, which are ascending and owned by `rank`.
+        Each payload's hash is checked. Damaged bytes are read once more without caches. Raises
+        `Missing` or `Corrupted`."""
         table = self.table(rank)
         found: dict[int, tuple[Entry, memoryview]] = {}
         at = np.searchsorted(table["block"], blocks)
         if len(table) and (table["block"][at.clip(max=len(table) - 1)] == blocks).all():
             for entries in _spans(table[at]):
-                found |= self._span(rank, entries)
+                found |= self._read_span(rank, entries)
         if len(found) != len(blocks):
             raise Corrupted(f"{self._file(rank)}: its table lacks a block")
         return found
 
-    def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[Entry, memoryview]]:
+    def _read_span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[Entry, memoryview]]:
+        """Read the payloads of neighbouring entries at once, and check their hashes."""
         low, end = int(entries[0]["offset"]), int(entries[-1]["offset"] + entries[-1]["length"])
         at = self.files[rank].data_offset + low
         for fresh in (False, True):
-            data, found, damaged = memoryview(self._range(rank, at, end - low, fresh)), {}, None
+            data, found, damaged = memoryview(self._read(rank, at, end - low, fresh)), {}, None
             for fields in entries.view(_AS_BYTES).tolist():
                 entry = Entry(*fields)
                 payload = data[entry.offset - low : entry.offset - low + entry.length]
@@ -132,15 +133,15 @@ class Edge:
     def _read_table(self, rank: int) -> np.ndarray:
         file = self.files[rank]
         for fresh in (False, True):
-            data = self._range(rank, file.table_offset, file.table_size, fresh)
+            data = self._read(rank, file.table_offset, file.table_size, fresh)
             if xxhash.xxh3_128_hexdigest(data) == file.table:
                 return np.frombuffer(data, ENTRY)
         raise Corrupted(f"{self.source}/{self.name}/{file.file}: its table is damaged")
 
-    def _range(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
+    def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         try:
             return self.source.read(f"{self.name}/{self.files[rank].file}", offset, length, fresh)
-        except Refused as error:  # The manifest is right, so the file was cut or is no file.
+        except Refused as error:  # The manifest is right, so the file is cut short, or no file.
             raise Corrupted(f"not what its manifest describes: {error}") from error
 
 

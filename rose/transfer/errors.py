@@ -6,7 +6,7 @@ class TransferError(RuntimeError):
 
 
 class Missing(TransferError):
-    """A file does not exist: it was never written, or has been collected since."""
+    """A file does not exist: it was never written, or has been removed since."""
 
 
 class Corrupted(TransferError):

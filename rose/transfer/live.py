@@ -43,8 +43,7 @@ class Live:
     """The live parameters of one engine rank as integer matrices.
 
     `parameters` has contiguous tensors by name, (..., columns) or (rows,), bfloat16 or float32, all
-    on one device. Raises `TransferError` for any other tensor.
-    """
+    on one device. Raises `TransferError` for any other tensor."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
         self.matrices: dict[str, torch.Tensor] = {}
@@ -68,8 +67,8 @@ class Live:
         Leaving it does not wait for the copies: `synchronize` does."""
         if self._side_stream is None:
             return nullcontext()
-        # A thread begins on device 0. When the context ends, torch would return to that device and
-        # create a CUDA context of half a GiB on it, for every rank of a tensor-parallel engine.
+        # A thread begins on device 0. When the context ends, torch would return there and create a
+        # CUDA context of half a GiB, for every rank of a tensor-parallel engine.
         torch.cuda.set_device(self.device)
         return torch.cuda.stream(self._side_stream)
 
@@ -105,8 +104,8 @@ class Live:
             at += r.size
 
     def indices(self, place: Place, positions: np.ndarray) -> np.ndarray:
-        """Return the flat indices (c,) in the parameter of ascending positions (c,) in a block, as
-        int32, or as int64 for a parameter that is too large for int32."""
+        """Convert ascending positions (c,) in a block into flat indices (c,) in the parameter:
+        int32, or int64 for a parameter that is too large for int32."""
         matrix = self.matrices[place.parameter]
         columns, dtype = matrix.shape[1], np.int32 if matrix.numel() < 2**31 else np.int64
         positions = positions.astype(dtype, copy=False)
@@ -137,11 +136,11 @@ def one_run(place: Place, columns: int) -> bool:
 
 def unsigned(patterns: torch.Tensor) -> np.ndarray:
     """Return contiguous patterns (n,) of 2 or 4 bytes in host memory as uint16 or uint32, without a
-    copy. `Tensor.numpy` would forbid torch to resize the storage, as a trainer does that leaves its
-    device (rose/trainer/offload.py)."""
+    copy. After `Tensor.numpy`, torch could not resize the storage any more, which a trainer does
+    when it leaves its device (rose/trainer/offload.py)."""
     dtype: np.dtype = np.dtype(np.uint16 if patterns.element_size() == 2 else np.uint32)
     if not patterns.numel():
         return np.empty(0, dtype)
     buffer: Any = (ctypes.c_char * patterns.nbytes).from_address(patterns.data_ptr())
-    buffer.tensor = patterns  # lives as long as the array
+    buffer.tensor = patterns  # memory kept as long as the array
     return np.frombuffer(buffer, dtype)

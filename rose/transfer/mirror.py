@@ -5,11 +5,11 @@
 
 `<path>` is rose-<uid>-<run>-<mark of a process> in /dev/shm, mode 0700. The first rollout rank on
 the node owns it and is the only one that writes; the other ranks read. The mirror outlives engines.
-A rank that is killed leaves it behind. Then its launcher removes it, or the next rank of the same
-run on this node does, which finds by the mark (rose/processes.py) that the owner is dead.
+If its owner is killed, the launcher removes the mirror, or the next rank of the same run on this
+node does. The mark (rose/processes.py) shows that the owner is dead.
 
 The mirror is optional. If the operating system refuses anything (no memory left, no folder), only
-the edge being written is lost, and readers find it in the store's files
+the edge being written is lost. Readers find it in the store's files
 (`rose.transfer.source.Mirrored`). The mirror's pages count as memory of the job.
 """
 
@@ -31,8 +31,8 @@ from rose.files import own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 REFUSED = "refused"
-# Bounds in seconds, after a rank learned that a version was published, until its edge begins to
-# arrive, and until it is complete. After that the rank reads the store's files.
+# After a rank learned of a new version, seconds until its edge must begin to arrive, and until it
+# must be complete. Otherwise the rank reads the store's files.
 BEGINS_S, ARRIVES_S = 0.2, 30.0
 
 
@@ -52,8 +52,8 @@ def remove_left(run_dir: Path) -> None:
 
 class Mirror:
     """A node's mirror. An edge has `files` files, one per trainer rank. A file that would take the
-    mirror above `limit_bytes` is refused. Without such a limit only the kernel refuses memory, and
-    if a control group limits the job's memory, it kills the job instead."""
+    mirror above `limit_bytes` is refused. Otherwise the mirror could exceed a control group's
+    limit, and the kernel would kill the job."""
 
     def __init__(self, path: Path, files: int, limit_bytes: int):
         self.path, self._files, self._limit_bytes = path, files, limit_bytes
@@ -87,6 +87,7 @@ class Mirror:
             return None
 
     def finish(self, name: str) -> None:
+        """Give the filled file its name, by which readers find it."""
         with suppress(FileNotFoundError):  # The mirror has been closed.
             self._temporary(name).replace(self.path / name)
 
@@ -102,6 +103,7 @@ class Mirror:
         return path.with_name(f".{path.name}")
 
     def _refuse(self, folder: Path, why: str) -> None:
+        """Replace the files of a folder by the reason why no further file arrives."""
         with suppress(OSError):
             for path in list(folder.iterdir()):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -125,7 +127,7 @@ class Mirror:
 
 
 def _count(folder: Path) -> int:
-    """Return how many ranks' files are in a folder, which another process may just remove."""
+    """Return how many ranks' files a folder has, which another process may be removing."""
     with suppress(OSError):
         return sum(name.startswith("rank-") and name.endswith(".h5") for name in os.listdir(folder))
     return 0

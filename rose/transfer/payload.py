@@ -9,15 +9,15 @@ its least significant bit first. Of n values, each a bit pattern of `width` byte
     byte 2, 3    kind (0 unchanged, 1 delta, 2 planes, 3 raw), width (2 bfloat16, 4 float32)
     byte 4 ...   varint n, then the kind's own fields
 
-Zeros fill the header, and the body behind it, up to a multiple of 8 bytes. Malformed is another
-length than the header gives, or a set bit between the header's fields and the body.
+Header and body are each filled with zeros up to a multiple of 8 bytes. A payload is malformed if
+its length is not the header's, or if a bit between the header's fields and the body is set.
 
 - Unchanged: no fields, no body.
 - Raw: the body is the n patterns.
-- Planes: varint c; the body is one Zstandard frame (RFC 8878) of c bytes that states its content's
-  size, n * width: the lowest byte of every value, then the next of every value, up to the highest.
+- Planes: varint c; the body is one Zstandard frame (RFC 8878) of c bytes. It states its content's
+  size, n * width. Content: the lowest byte of every value, then the next ones, up to the highest.
 - Delta: varints c (how many of the n values changed) and b (how many of the c differences are
-  large: not 1 or -1), then k, u, e, f of each of three rows of numbers. Malformed: not b <= c <= n.
+  large: not 1 or -1), then k, u, e, f of each of three rows of numbers. b <= c <= n must hold.
 
 With w = 8 * width and x a pattern as a signed integer, order(x) is x if x >= 0, else
 x xor (2^(w-1) - 1), its own inverse. A difference is order(new) - order(old) modulo 2^w, in
@@ -30,15 +30,17 @@ without gaps:
 3. which of the c differences are large;
 4. the magnitude of each large difference, less 2; at most 2^(w-1) - 2.
 
-In 2 and 3, p are the ascending positions of the chosen items, or of the others if more than half
-are chosen; the numbers are the gaps p[i] - p[i-1] - 1, with p[-1] = -1. Malformed: a position at
-or beyond the row's end.
+In 2 and 3, p are the ascending positions of the chosen items, or of the other items if more than
+half are chosen. The numbers are the gaps p[i] - p[i-1] - 1, with p[-1] = -1. Malformed: a position
+at or beyond the row's end.
 
 A row of m numbers v (2, 3, 4) is Golomb-Rice coded (Golomb 1966; Rice 1979) in three streams. With
-q = v >> k: unary, u bits: min(q, 15) zeros and a one for each; remainders, m * k bits: the k lowest
-bits of each; escapes, e * f bits: q - 15 in f bits for each of the e numbers with q >= 15.
+q = v >> k, these are
+- unary, u bits: min(q, 15) zeros and a one for each number;
+- remainders, m * k bits: the k lowest bits of each number;
+- escapes, e * f bits: q - 15 in f bits for each of the e numbers with q >= 15.
 Malformed: k + f > 31, e > m, u outside m ... 16 * m, not m ones, a last bit that is not one, a
-quotient above 15, not e escapes, a number above its most. An encoder may take any k.
+quotient above 15, not e escapes, a number above its maximum. An encoder may take any k.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ UNCHANGED, DELTA, PLANES, RAW = range(4)
 KINDS = ("unchanged", "delta", "planes", "raw")
 WORD = 8  # bytes; header and payload are padded to whole words
 MAX_VALUES = 1 << 27
-ESCAPE = 15  # quotient from which on its excess over this number is in the stream of escapes
+ESCAPE = 15  # least quotient whose excess over this number is in the stream of escapes
 HEADER_LIMIT = 64  # bytes; a delta has the longest header, of 56 bytes at most
 
 
@@ -87,6 +89,7 @@ class Rice:
         return self.k, self.unary_bits, self.escapes, self.escape_bits
 
     def check(self) -> None:
+        """Raise `ValueError` if the fields contradict each other."""
         if (
             self.k + self.escape_bits > 31
             or self.escapes > self.count
@@ -99,8 +102,8 @@ class Rice:
 
 
 def coded(total: int, chosen: int) -> int:
-    """Return the number of gaps that encode which of `total` items are chosen, or which of them are
-    not, if those are fewer."""
+    """Return how many gaps encode which of `total` items are chosen: one for each chosen item, or
+    for each other item if these are fewer."""
     return min(chosen, total - chosen)
 
 
@@ -121,7 +124,7 @@ class Delta:
 
     @cached_property
     def nbytes(self) -> int:
-        return pad((self.offsets[-1] + 7) // 8)
+        return padded((self.offsets[-1] + 7) // 8)
 
     @cached_property
     def header(self) -> bytes:
@@ -141,7 +144,7 @@ class Plain:
     @cached_property
     def nbytes(self) -> int:
         body = self.values * self.width if self.kind == RAW else self.packed
-        return len(self.header) + pad(body)
+        return len(self.header) + padded(body)
 
     @cached_property
     def header(self) -> bytes:
@@ -156,18 +159,19 @@ def info(layout: Layout) -> Info:
     return Info(KINDS[layout.kind], layout.width, layout.values, changed, changed is not None)
 
 
-def pad(size: int) -> int:
+def padded(size: int) -> int:
     return -(-size // WORD) * WORD
 
 
 def head(kind: int, width: int, fields: Sequence[int]) -> bytes:
+    """Return a header, with `fields` as varints and zeros up to whole words."""
     made = bytearray((MAGIC, VERSION, kind, width))
     for field in fields:
         while field > 127:
             made.append(field & 127 | 128)
             field >>= 7
         made.append(field)
-    return bytes(made) + bytes(pad(len(made)) - len(made))
+    return bytes(made) + bytes(padded(len(made)) - len(made))
 
 
 def parse(start: bytes, size: int) -> Layout:
@@ -186,12 +190,12 @@ def parse(start: bytes, size: int) -> Layout:
         raise ValueError(
             f"a payload of kind {kind} and width {width}; kinds are 0 to 3, widths 2 and 4"
         )
-    fields = _fields(start)
+    fields = _header_fields(start)
     values = next(fields)
     if values > MAX_VALUES:
         raise ValueError(f"a payload of {values} values; at most {MAX_VALUES} are allowed")
     if kind == DELTA:
-        layout = _delta(width, values, fields)
+        layout = _parse_delta(width, values, fields)
     else:
         layout = Plain(kind, width, values, next(fields) if kind == PLANES else 0)
     if layout.header != start[: len(layout.header)]:
@@ -201,7 +205,7 @@ def parse(start: bytes, size: int) -> Layout:
     return layout
 
 
-def _delta(width: int, values: int, fields: Iterator[int]) -> Delta:
+def _parse_delta(width: int, values: int, fields: Iterator[int]) -> Delta:
     changed, large = next(fields), next(fields)
     if not large <= changed <= values:
         raise ValueError(f"{large} large differences of {changed} of {values} values")
@@ -212,7 +216,7 @@ def _delta(width: int, values: int, fields: Iterator[int]) -> Delta:
     return Delta(width, values, changed, large, streams)
 
 
-def _fields(start: bytes) -> Iterator[int]:
+def _header_fields(start: bytes) -> Iterator[int]:
     """Yield a header's unsigned LEB128 integers, from byte 4 on."""
     value = shift = 0
     for byte in start[4:]:

@@ -1,7 +1,7 @@
 """Publish versions from a trainer rank: encode its shard's differences, write and remove edges.
 
 No rank holds another rank's values. The differences come from one of two sources:
-1. `Updates` know what the updates since the last version changed. No copy of it is kept.
+1. If `Updates` know what has changed since the last version, no copy of that version is kept.
 2. Otherwise each rank keeps a copy of its blocks' last published patterns (model bytes / ranks).
 
 Engines wait for `publish`. While they roll out, `tidy` writes full versions and removes old edges.
@@ -57,12 +57,12 @@ class Peers(Protocol):
 
 
 class Updates(Protocol):
-    """Source of what the updates of this rank's values change (rose/trainer/updates.py)."""
+    """Knows what the updates of this rank's values change (rose/trainer/updates.py)."""
 
     known: bool  # true if every change since the last `restart` is known
 
     def restart(self) -> None:
-        """Begin with the values of now."""
+        """Forget all changes; the next changes are from the current values."""
 
     def changes(self, number: int) -> Moves:
         """Return a block's changes."""
@@ -83,9 +83,8 @@ class Publisher:
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
     change until they are published. Readers start from the values read during construction, or from
-    zeros if the plan is an adapter's. From the second version on, `updates(plan)`, if there are
-    any, know what changed.
-    """
+    zeros if the plan is an adapter's. If `updates` is given, `updates(plan)` knows what changed
+    from the second version on."""
 
     def __init__(
         self,
@@ -119,15 +118,15 @@ class Publisher:
             )
         self._begun: int | None = None  # the version that is being encoded
         self._pool: ThreadPoolExecutor | None = None  # encodes that version
-        # For each batch of blocks, the parts, whose new digest may be b"" until the version is
+        # The parts of each batch of blocks. A part's new digest may be b"" until the version is
         # written.
         self._encoding: Iterable[list[Part]] = ()
         self._updates = None if updates is None else updates(self.plan)
-        # The last published (patterns, digest) of each block, without patterns once `_updates`
+        # The last published (patterns, digest) of each block. Patterns are None once `_updates`
         # know what changes.
         self._previous: dict[int, tuple[np.ndarray | None, bytes]]
         with ThreadPoolExecutor(threads, "encode") as pool:
-            first = self._zeros if plan.base else self._read_block
+            first = self._zero_block if plan.base else self._read_block
             self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
 
     def begin(self, version: int) -> None:
@@ -136,9 +135,9 @@ class Publisher:
             last = self._version if self._begun is None else self._begun
             raise ValueError(f"version {version} after {last}: versions grow, one at a time")
         self._begun, self._pool = version, ThreadPoolExecutor(self._threads, "encode")
-        part: Callable[[int], Part] = self._part
+        part: Callable[[int], Part] = self._encoded
         if self._updates is not None and self._updates.known:
-            part = functools.partial(self._part_of_updates, self._updates.changes)
+            part = functools.partial(self._encoded_changes, self._updates.changes)
         batches = [self._mine[low : low + BATCH] for low in range(0, len(self._mine), BATCH)]
         self._encoding = self._pool.map(lambda batch: [part(block) for block in batch], batches)
 
@@ -148,9 +147,8 @@ class Publisher:
         """Write the weights as `version`, which is committed when this returns on rank 0.
         `send(name, data)` begins to broadcast this rank's file of the edge from the last version.
 
-        Raises `TransferError`, after which this object can't be used, and `ValueError` if the
-        version is not above the last one, or not the one that was begun.
-        """
+        Raises `TransferError`, after which this object can't be used. Raises `ValueError` if the
+        version is not above the last one, or not the one that was begun."""
         if self._begun is None:
             self.begin(version)
         elif self._begun != version:
@@ -175,7 +173,7 @@ class Publisher:
         self._chain.append((version, base))
         self._since_full += nbytes
         written = time.perf_counter() - encoded
-        if self._full is None:  # Engines can't roll out before; later `tidy` writes full versions.
+        if self._full is None:  # Engines need a full version; `tidy` writes later ones.
             self.write_full()
         if self._updates is not None:
             self._updates.restart()
@@ -189,8 +187,8 @@ class Publisher:
         write_hashes(folder, self.peers.rank, self.plan, self._version, digests)
 
     def full_due(self) -> bool:
-        """True if no full version exists, `full_every` versions after the last one, or when the
-        deltas since then are larger than it."""
+        """True if no full version exists, if the last one is `full_every` versions old, or if it is
+        not larger than the deltas since then."""
         return (
             self._full is None
             or self._version - self._full >= self._full_every
@@ -200,23 +198,23 @@ class Publisher:
     def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
         return _with_digest(np.array(self._read(self.plan.blocks[number])))
 
-    def _zeros(self, number: int) -> tuple[np.ndarray, bytes]:
+    def _zero_block(self, number: int) -> tuple[np.ndarray, bytes]:
         block = self.plan.blocks[number]
         count = size(block, self.plan.tensors[block.tensor].columns)
         return _with_digest(np.zeros(count, self.plan.width(number)))
 
-    def _part(self, number: int) -> Part:
-        """Encode a block. An unchanged one is included, so that readers check that they have it."""
+    def _encoded(self, number: int) -> Part:
+        """Encode a block, also an unchanged one, so that readers check that they have it."""
         previous, old = self._previous[number]
         values, new = _with_digest(self._read(self.plan.blocks[number]))
         payload = codec.encode(values, previous)
-        # The copy is written again in place, because new memory takes longer than the writing.
+        # Overwrite the copy in place, because new memory takes longer than the writing.
         np.copyto(previous, values)
         self._previous[number] = previous, new
         return payload, old, new
 
-    def _part_of_updates(self, changes: Callable[[int], Moves], number: int) -> Part:
-        """Encode a block from what the updates changed. Its new digest is still missing."""
+    def _encoded_changes(self, changes: Callable[[int], Moves], number: int) -> Part:
+        """Encode a block from the changes that updates made. Its new digest is still missing."""
         block = self.plan.blocks[number]
         values = size(block, self.plan.tensors[block.tensor].columns)
         (positions, differences), width = changes(number), self.plan.width(number).itemsize
@@ -232,8 +230,8 @@ class Publisher:
 
     def copy_values(self) -> None:
         """Copy the last version's values to the host, if they are known only from the weights. Call
-        it before these change by something else than an update, or leave the device before `tidy`
-        writes a full version (`full_due`)."""
+        it before the weights change by something else than an update. Also call it before they
+        leave the device, if `tidy` will then write a full version (`full_due`)."""
         if self._updates is None or not self._updates.known:
             return
 
@@ -247,8 +245,8 @@ class Publisher:
             self._previous = dict(zip(self._mine, found, strict=True))
 
     def tidy(self) -> list[Step]:
-        """Write a full version if one is due; on rank 0 also remove old edges. Return those that
-        were removed. Failures are printed, and only make late readers slower."""
+        """Write a full version if one is due. On rank 0, also remove old edges, and return the
+        removed ones. Failures are printed, and only make late readers slower."""
         if self.full_due():
             self.write_full()
         elif self._lacks_initial and self._version - self._full < self._keep:
@@ -277,6 +275,7 @@ class Publisher:
             self._drop_values()
 
     def _write_initial(self) -> None:
+        """Write the edge from the model folder's weights to the last version."""
         steps = self._chain
         # A chain of one edge already leads from these weights to the version.
         done = len(steps) == 1
@@ -318,7 +317,7 @@ class Publisher:
             if self.peers.rank == 0:
                 commit(self.store, self.plan, self._version, base, self._timeout_s)
 
-        def removed() -> None:  # `collect` would take the files for an edge that is being written.
+        def removed() -> None:  # `collect` would mistake them for an edge that is being written.
             if self.peers.rank == 0:
                 _remove(writer.path.parent)
 
@@ -328,7 +327,7 @@ class Publisher:
         return None
 
     def _succeeds_on_all(self, work: Callable[[], object]) -> bool:
-        """Do the work on all ranks; return True if all succeeded. So the ranks stay in step."""
+        """Do the work on all ranks. Return True on all if all succeeded, so they stay in step."""
         return self.peers.sum(self._succeeds(work)) == self.peers.world
 
     def _succeeds(self, work: Callable[[], object]) -> bool:
@@ -346,13 +345,12 @@ def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
 
 def collect(store: Path, keep: int) -> list[Step]:
     """Remove the edges that no reader needs any more. It keeps the edges to the last `keep`
-    versions, the newest full version that is old enough to lead to all of them, and the edges from
-    there on.
+    versions. It also keeps the newest full version that is old enough to lead to all of them, and
+    the edges from there on.
 
-    An edge's manifest is removed first, so that it can't be opened any more, and its files at the
-    next call, so that readers have the time of one version to end. Uncommitted edges are removed,
-    too. Returns the (version, base) of each edge whose manifest was removed.
-    """
+    A call removes an edge's manifest, so that the edge can't be opened any more. The next call
+    removes its files, so that readers have the time of one version to end. Uncommitted edges are
+    removed, too. Returns the (version, base) of each edge whose manifest was removed."""
     store = Path(store)
     edges = list_edges(Folder(store))
     committed = {step for step in edges if (store / edge_name(*step) / MANIFEST).exists()}

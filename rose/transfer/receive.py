@@ -58,17 +58,16 @@ class Receiver:
         verify_every: int = 1,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Staged:
-        """Stage version `want`. `have` is the version in the live weights, or None if they can't be
-        built on. `rose.transfer.stage.stage` explains `device_bytes`. `wanted` is called repeatedly
-        and cancels the staging when it returns false.
+        """Stage version `want`. `have` is the version in the live weights, or None if no edge can
+        build on them. `rose.transfer.stage.stage` explains `device_bytes`. `wanted` is called
+        repeatedly and cancels the staging when it returns false.
 
-        Every live block is compared with the manifest's hash at the first version, and at one that
-        needs several edges or is full. At other versions each block is compared at one of
-        `verify_every`. So a wrong value in the live weights is found within that many versions, and
-        the newest full version repairs it. Routes are tried until one works, without edges that are
-        damaged or removed, and without a wrong base. Raises `TransferError`, which names the edges
-        in the store and each failure, after `timeout_s` seconds, or if cancelled.
-        """
+        Every live block is compared with the manifest's hash at the first version, and at a version
+        that needs several edges or is full. At other versions each block is compared once in
+        `verify_every` versions. So a wrong live value is found within that many versions, and the
+        newest full version repairs it. Routes are tried until one works; edges found damaged or
+        removed, and a wrong base, are avoided. Raises `TransferError` with all failures if none
+        works, if cancelled, or after `timeout_s` seconds."""
         if have == want:
             return Staged(self._live, self._places, 1)
         end = time.monotonic() + timeout_s
@@ -118,8 +117,8 @@ class Receiver:
         self._source.close()
 
     def _known_digests(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
-        """Return `known_digest` for `rose.transfer.stage.stage`: the digests of `have` from when it
-        was staged here, except for blocks that are due to be compared again."""
+        """Return `known_digest` for `rose.transfer.stage.stage`: digests of `have` from when it was
+        staged here, but none for blocks that are due to be compared again."""
         version, digests = self._digests
         if have is None or version != have:
             return lambda block: None
@@ -127,7 +126,7 @@ class Receiver:
         return lambda block: None if block % verify_every == due else digests.get(block)
 
     def _route(self, have: int | None, want: int) -> list[Edge]:
-        """Open the edge from `have` to `want`, or else the route with the fewest bytes. Raises
+        """Return the edge from `have` to `want`, or else the route with the fewest bytes. Raises
         `TransferError`, which names the edges in the store and what was tried."""
         if have is not None and (edge := self._open(want, have)) is not None:
             return [edge]
@@ -142,8 +141,8 @@ class Receiver:
         )
 
     def _routes(self, have: int | None, want: int) -> list[list[Edge]]:
-        """Return the routes to `want`. They follow its deltas back to the newest full version, to
-        `have`, and, if the reader has the initial weights, to a version with an edge from them."""
+        """Return the routes to `want`: from `have`, from the newest full version and, if the reader
+        has the initial weights, from those. Deltas lead from there to `want`."""
         found, tail, at = [], [], want
         starts = [FULL, INITIAL] if have == INITIAL else [FULL]
         while at != have:

@@ -29,7 +29,7 @@ assert (ESCAPE, MAGIC, VERSION, DELTA) == (
 ONE = np.uint64(1)
 # Most numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
 SAMPLE = 4096
-AHEAD = 64  # values of a cache line each, which together stay in the nearest cache
+AHEAD = 64  # values moved together; their cache lines all stay in the nearest cache
 
 
 def _array(dtype, readonly: bool = False):
@@ -72,7 +72,7 @@ def _load(_, array, at):
 
 @intrinsic
 def _bits(_, array):
-    """Return an item's bits as a constant, so that branches on it are resolved at compilation."""
+    """Return an item's bit width as a constant, so that compilation resolves branches on it."""
 
     def generate(context, builder, signature, args):
         return context.get_constant(types.int64, array.dtype.bitwidth)
@@ -159,8 +159,8 @@ def scan(new, old, positions, differences):
 @_compile(types.void(READ_INTS, INT, INT, LONGS))
 def measure(numbers, rising, k, sizes):
     """Write three numbers to `sizes`: the sum of the quotients by 2^k, each at most `ESCAPE`, the
-    count of escapes, and the largest quotient. If `rising` is 1 and not 0, the numbers ascend and
-    the gaps between neighbours are coded."""
+    count of escapes, and the largest quotient. If `rising` is 1, the numbers ascend, and the gaps
+    between neighbours are coded; if it is 0, the numbers themselves are."""
     unary, escapes, largest, start = 0, 0, 0, 0
     for i in range(numbers.size):
         number = np.int64(numbers[i])
@@ -174,7 +174,7 @@ def measure(numbers, rising, k, sizes):
 
 @_compile(types.void(READ_INTS, INT, INT, INT, OUT_WORDS, INT, INT, INT))
 def write(numbers, rising, k, escape_bits, words, unary, remainders, escapes):
-    """Write Rice coded numbers at the bit offsets of their three streams, which must be zero."""
+    """Write Rice coded numbers at their three streams' bit offsets, where all bits must be zero."""
     at, current, gathered, start = unary, unary >> 6, np.uint64(0), 0
     low = (1 << k) - 1
     word, filled, pending = remainders >> 6, remainders & 63, np.uint64(0)
@@ -211,7 +211,7 @@ def write(numbers, rising, k, escape_bits, words, unary, remainders, escapes):
 def read(
     words, unary, unary_bits, remainders, k, escapes, escape_bits, count, most, rising, numbers
 ):
-    """Read what `write` wrote. Return False unless `count` numbers are escaped, none is above
+    """Read what `write` wrote. Return False unless `count` numbers are escaped, no number is above
     `most`, and the unary stream ends after `unary_bits`."""
     if numbers.size == 0:
         return unary_bits == 0 and count == 0
@@ -261,8 +261,7 @@ def _likely_k(numbers, rising):
     """Return the best number of remainder bits for a sample of the numbers.
 
     A number of i bits is taken as 1.5 * 2^(i-1). The mean is no good estimate, because a few
-    values that cross zero differ by thousands and would dominate it.
-    """
+    values that cross zero differ by thousands and would dominate it."""
     lengths, longest = np.zeros(33, np.int64), 0
     for i in range(0, numbers.size, max(1, numbers.size // SAMPLE)):
         before = np.int64(numbers[i - 1]) + 1 if i else 0
@@ -283,8 +282,8 @@ def _likely_k(numbers, rising):
 
 @numba.njit(inline="always")
 def _choose(numbers, rising, fields):
-    """Write a stream's `fields`, k, unary bits, escapes and bits of an escape, with the likely k,
-    or a neighbour if that takes fewer bits."""
+    """Write a stream's `fields` (k, unary bits, escapes, bits of an escape). Of the likely k and
+    its neighbours, takes the one with the fewest bits."""
     likely, sizes, least = _likely_k(numbers, rising), np.zeros(3, np.int64), np.int64(-1)
     for k in range(max(0, likely - 1), likely + 2):
         measure(numbers, rising, k, sizes)
@@ -298,7 +297,7 @@ def _choose(numbers, rising, fields):
 
 @numba.njit(inline="always")
 def _others(total, chosen, others):
-    """Write the items of 0..total-1 that are not in `chosen`, ascending ones."""
+    """Write the items of 0..total-1 that are not in `chosen`, which ascends."""
     at, count = 0, 0
     for i in range(total):
         if at < chosen.size and chosen[at] == i:
@@ -310,7 +309,7 @@ def _others(total, chosen, others):
 
 @numba.njit(inline="always")
 def _fewer(total, chosen):
-    """Return the chosen items, or the other ones if those are fewer."""
+    """Return the chosen items, or the items that are not chosen if those are fewer."""
     if 2 * chosen.size <= total:
         return chosen
     others = np.empty(total - chosen.size, np.int32)
@@ -320,8 +319,8 @@ def _fewer(total, chosen):
 
 @_compile(OUT_WORDS(READ_INTS, READ_INTS, INT, INT))
 def encode_delta(positions, differences, total, width):
-    """Return the words of a delta's payload: `total` values of `width` bytes, of which those at the
-    ascending positions (c,) differ by the differences (c,), none of them 0, and c is not 0."""
+    """Return the words of a delta's payload, for `total` values of `width` bytes. At the ascending
+    positions (c,), values change by the differences (c,), none of them 0. c is not 0."""
     changed, count = positions.size, 0
     at_large, excess = np.empty(changed, np.int32), np.empty(changed, np.int32)
     for i in range(changed):
@@ -371,9 +370,9 @@ def encode_delta(positions, differences, total, width):
 @_compile(INT(WORDS, READ_LONGS, INTS, INTS))
 def decode_delta(words, layout, positions, differences):
     """Write the positions (c,) and differences (c,) of a delta's payload. `layout` (29,) is the
-    values' count and bits, c, how many differences are large, the offset of the signs, and for each
-    of the three streams its count, k, unary bits, escapes, bits of an escape, and its three
-    offsets. Return 0, or 1 plus the number of a stream that contradicts the layout."""
+    values' count and bits, c, how many differences are large, and the offset of the signs. Then
+    follow, for each of the three streams, its count, k, unary bits, escapes, bits of an escape, and
+    its three offsets. Return 0, or 1 plus the number of a stream that contradicts the layout."""
     values, bits, changed, large, signs = layout[:5]
     at_large, excess = np.empty(large, np.int32), np.empty(large, np.int32)
     for i in range(3):
@@ -406,9 +405,9 @@ def decode_delta(words, layout, positions, differences):
     types.void(WORDS, LAYOUTS, READ_LONGS, READ_LONGS, INTS, INTS),
 )
 def decode_deltas(words, layouts, shifts, ends, positions, differences):
-    """Decode several deltas by `decode_delta`: that of row i of `layouts` to the items of
-    `positions` and `differences` before ends[i], with shifts[i] added to its positions. The row of
-    one that contradicts its layout begins with -1 afterwards."""
+    """Decode a delta for each row i of `layouts`, by `decode_delta`, to the items of `positions`
+    and `differences` before ends[i]. Adds shifts[i] to its positions. If a delta contradicts its
+    layout, its row begins with -1 afterwards."""
     begin = 0
     for i in range(ends.size):
         end = ends[i]

@@ -1,11 +1,11 @@
 """Read the files of a store of weight versions from a folder, or from a relay by HTTP.
 
-`open_source` returns the source for a folder's path or a relay's URL. What reads from a relay is a
-part (rose/parts/relay).
+`open_source` returns the source for a folder's path or a relay's URL. The relay is a part
+(rose/parts/relay).
 
 Paths are relative to the store's root and separated by "/". Names that begin with a dot or end in
 ".part" are temporary files, and are neither listed nor read. A file never changes while its version
-lives. If a resumed run rewrites it, it has another `Stat.tag`. Errors are `TransferError`s that
+exists. If a resumed run rewrites it, it has another `Stat.tag`. Errors are `TransferError`s that
 name the store and the path.
 """
 
@@ -22,11 +22,11 @@ from rose import extensions
 from rose.transfer.errors import Corrupted, Missing, TransferError
 
 _MAX_PATH = 180  # characters, because a relay's cache makes one file name of a path
-# The name of a file or folder, but not the temporary one of a file that is being written.
+# A file's or folder's name. Names that end in .part are of files that are being written.
 _NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*(?<!\.part)")
 # NFS reports ESTALE for a file that was removed while it was open or being opened.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-# Where a disk can't read a part of a file, readers go around the file, as for damaged bytes.
+# If a disk can't read a part of a file, readers treat it like damaged bytes.
 _KINDS = dict.fromkeys(_ABSENT, Missing) | {errno.EIO: Corrupted}
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 
@@ -153,7 +153,7 @@ class Folder:
         try:
             descriptor = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                return _range(descriptor, self.root / path, offset, length, fresh, tag)
+                return _read_range(descriptor, self.root / path, offset, length, fresh, tag)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -171,7 +171,7 @@ class Folder:
         return resolved
 
 
-def _range(
+def _read_range(
     descriptor: int, where: Path, offset: int, length: int | None, fresh: bool, tag: str | None
 ) -> bytes:
     """Read an open file as `Source.read` does."""

@@ -1,21 +1,21 @@
 """Bring live weights from one version to another: stage while they are in use, flip while they are
 not.
 
-Staging never writes the live weights. For each block it decodes the route's payload and keeps the
-changes: indices and differences if few values change, else the whole new block.
+Staging never writes the live weights. For each block it decodes the payloads of the route, which is
+one edge or several. It keeps indices and differences, or the whole new block if many values change.
 1. If the route is one edge, the live blocks are hashed where they are (rose/transfer/digests.py),
    or their hashes are known from an earlier comparison (`known_digest`). Then no live value is
-   read: the differences lead from a block with the edge's old hash to one with its new hash.
-2. Otherwise, or if many values change, the live block is read, the payloads are applied to the
-   copy, and the hash of the result is compared with the manifest's.
+   read: the differences turn a block with the edge's old hash into a block with its new hash.
+2. Otherwise, or if many values change, the live block is read, and the payloads are applied to the
+   copy. The hash of the result is compared with the manifest's.
 
 A failure during staging leaves the old version as it was. `Staged.flip` only writes, and restores
 the old values if it fails. `Staged.check` hashes blocks while the weights are in use: on a GPU all
-that changed, on a CPU those that were compared when they were staged, and all whole ones.
+changed blocks, on a CPU the whole ones and those that were compared when they were staged.
 
-Host memory: three blocks and twice a batch's payloads per thread, 6 bytes per changed bfloat16
-value (none once they are on the device), and whole blocks of at most `dense_bytes`; `flip` computes
-further blocks again. Device memory: see rose/transfer/changes.py, and one block while it is read or
+Host memory: three blocks and twice a batch's payloads per thread, and whole blocks of at most
+`dense_bytes`. `flip` computes further blocks again. A changed bfloat16 value takes 6 bytes until it
+is on the device. Device memory: see rose/transfer/changes.py, and one block while it is read or
 written.
 """
 
@@ -59,8 +59,7 @@ class _Change(NamedTuple):
 
     block: int
     changed: int  # changed values
-    # The flat indices in the parameter and the differences of the changed values, or all new
-    # patterns (n,) if many change.
+    # Flat indices in the parameter, and differences; or all new patterns (n,) if many change.
     moves: tuple[np.ndarray, np.ndarray] | None
     whole: np.ndarray | None
     wanted: bytes  # the block's hash after the change
@@ -71,7 +70,7 @@ class Staged:
     """The verified changes that a flip needs, as `stage` returns them."""
 
     def __init__(
-        self, live: Live, places: Mapping[int, Place], threads: int, work: _Work | None = None
+        self, live: Live, places: Mapping[int, Place], threads: int, work: _Decoder | None = None
     ):
         self._live, self._places, self._work, self._threads = live, places, work, threads
         self.changes = Changes(live, threads)
@@ -88,7 +87,7 @@ class Staged:
         self.copy_s = 0.0  # seconds for which changes were copied to the device
 
     def _keep(self, change: _Change, dense_bytes: int, check: bool) -> None:
-        """Keep a change. A whole block is always checked after the flip, another one by `check`."""
+        """Keep a change. After the flip it is checked if it is a whole block, or if `check`."""
         with self._lock:
             self.nbytes += change.nbytes
             self.digests[change.block] = change.wanted
@@ -194,7 +193,7 @@ def stage(
     if from_live and len(route) == 1:
         compared = digests(live, {block: places[block] for block in due}, threads, tick)
         known = lambda block: compared.get(block) or known_digest(block)  # noqa: E731
-    work = _Work(live, plan, places, route, from_live, known)
+    work = _Decoder(live, plan, places, route, from_live, known)
     staged = Staged(live, places, threads, work)
     on_device = hashes_on_device(live)
 
@@ -211,7 +210,7 @@ def stage(
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Decoder:
     live: Live
     plan: Plan
     places: Mapping[int, Place]
@@ -220,9 +219,9 @@ class _Work:
     known_digest: Callable[[int], bytes | None]
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
-        """Yield the changes that are decoded without values, which are those of the batch at once,
-        and then, block by block, those of blocks that are computed whole: a whole batch would take
-        64 MiB per thread. Without `verify` every block is computed whole and not compared."""
+        """Yield the changes of a batch of blocks. First come those that are decoded without values,
+        then those of blocks that are computed whole, one by one: a batch of them would take 64 MiB
+        per thread. Without `verify`, all blocks are computed whole and not compared."""
         rank, found = self.plan.blocks[batch[0]].owner, []
         for edge in self.route:
             try:
@@ -238,10 +237,10 @@ class _Work:
                 yield self._whole_change(block, steps, verify)
 
     def _sparse_changes(self, found: dict[int, tuple[Entry, memoryview]]) -> dict[int, _Change]:
-        """Decode the changes of blocks without their values: of those whose known hash is that of
-        the edge's base, and of which few values change."""
+        """Decode the changes of blocks without their values: blocks that are known to have the
+        edge's old hash, and of which few values change."""
         known = [block for block in found if self.known_digest(block) == found[block][0].old]
-        # Positions that become indices by more than a shift are freed with their own call's arrays.
+        # Blocks without a shift are decoded in calls of their own, whose arrays are freed at once.
         shifts = {block: self._shift(block) for block in known}
         kinds = {b: (self._matrix(b).element_size(), shifts[b] is None) for b in known}
         changes = {}
@@ -266,8 +265,8 @@ class _Work:
         return self.live.matrices[self.places[block].parameter]
 
     def _shift(self, block: int) -> int | None:
-        """Return what leads from positions in a block to int32 indices in its parameter, if that is
-        one number."""
+        """Return the number that leads from positions in a block to int32 indices in its parameter,
+        or None if no single number does."""
         place, matrix = self.places[block], self._matrix(block)
         if matrix.numel() >= 2**31 or not one_run(place, matrix.shape[1]):
             return None
@@ -275,6 +274,7 @@ class _Work:
         return first.first_row * matrix.shape[1] + first.first_column
 
     def _whole_change(self, block: int, steps: list[tuple], verify: bool) -> _Change:
+        """Apply the payloads of `steps`, (edge, entry, payload), to a copy of the live block."""
         nbytes = sum(len(payload) for _, _, payload in steps)
         old = self.live.view(self.places[block])
         new, base = old.copy(), self.from_live
@@ -284,7 +284,7 @@ class _Work:
                     raise ValueError("it needs a base, and is of a full version")
                 codec.apply(payload, new)
             except ValueError as error:
-                raise _damaged(edge, block, str(error)) from None
+                raise _damaged_error(edge, block, str(error)) from None
             base = True
         wanted = steps[-1][1].new
         if not verify:
@@ -299,6 +299,7 @@ class _Work:
         return _Change(block, changed, moves, None, wanted, nbytes)
 
     def _mismatch(self, block: int, steps: list[tuple], old: np.ndarray, new: np.ndarray):
+        """Return the error for a wrong hash: of the live block, or else of the payload."""
         needs_base = all(codec.info(payload).needs_base for _, _, payload in steps)
         if needs_base and xxh3(old) != steps[0][1].old:
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
@@ -308,10 +309,10 @@ class _Work:
             )
         edge, entry, _ = steps[-1]
         text = f"its xxh3-128 is {xxh3(new).hex()}, the table says {entry.new.hex()}"
-        return _damaged(edge, block, text)
+        return _damaged_error(edge, block, text)
 
 
-def _damaged(edge: Edge, block: int, why: str) -> Corrupted:
+def _damaged_error(edge: Edge, block: int, why: str) -> Corrupted:
     damaged = Corrupted(f"{edge.source}/{edge.name}: block {block}: {why}")
     damaged.edge = edge
     return damaged
@@ -339,8 +340,7 @@ def place_blocks(
     values of each parameter the blocks fill.
 
     `slices(name, shape)` returns a `rose.engine.layout.LocalSlice` or None. Raises `TransferError`
-    if a tensor doesn't fit, or a block is only partly in this rank's part.
-    """
+    if a tensor doesn't fit, or a block is only partly in this rank's part."""
     places: dict[int, Place] = {}
     filled = dict.fromkeys(live.matrices, 0)
     local = {}
@@ -350,14 +350,14 @@ def place_blocks(
         except ValueError as error:
             raise TransferError(str(error)) from None
         if found is not None:
-            part = found.parameter, _rectangle(found.source), _rectangle(found.destination)
+            part = found.parameter, _as_rectangle(found.source), _as_rectangle(found.destination)
             local[number] = part
             _check_fit(tensor, found.parameter, part[2], live)
     for number, block in enumerate(plan.blocks):
         if block.tensor not in local:
             continue
         tensor, (parameter, source, target) = plan.tensors[block.tensor], local[block.tensor]
-        place = Place(parameter, _shift(rectangles(block, tensor.columns), source, target))
+        place = Place(parameter, _clipped(rectangles(block, tensor.columns), source, target))
         if not place.rectangles:
             continue
         if place.size != size(block, tensor.columns):
@@ -371,7 +371,7 @@ def place_blocks(
     return places, filled
 
 
-def _rectangle(slices: tuple[slice, ...]) -> Rectangle:
+def _as_rectangle(slices: tuple[slice, ...]) -> Rectangle:
     rows, columns = (*slices, slice(0, 1))[:2]
     return Rectangle(rows.start, rows.stop, columns.start, columns.stop)
 
@@ -390,9 +390,8 @@ def _check_fit(tensor: Tensor, parameter: str, target: Rectangle, live: Live) ->
         )
 
 
-def _shift(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list[Rectangle]:
-    """Return the parts of `whole` that are in `source`, in the parameter's coordinates, in which
-    `source` is `target`."""
+def _clipped(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list[Rectangle]:
+    """Return the parts of rectangles `whole` in `source`, moved as from `source` to `target`."""
     down, right = target.first_row - source.first_row, target.first_column - source.first_column
     found = []
     for r in whole:

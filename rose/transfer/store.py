@@ -2,7 +2,7 @@
 docs/format.md lists a store's files.
 
 Every file is written under a temporary name, synced and renamed, so a reader never sees a partial
-one. An edge exists when its manifest does. The trainer calls, in this order: `create` once on rank
+one. An edge exists once it has a manifest. The trainer calls, in this order: `create` once on rank
 0; for each edge `EdgeWriter(...).add(...).finish()` on every rank and `commit` on rank 0. A hash
 covers every byte that a reader uses: the manifest's by its last line, a rank file's table by the
 manifest, its payloads by the table. Hashes are xxh3, which detects accidents and not attacks.
@@ -86,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[RankFile]
 
 
-# msgspec crashes if two threads are the first to decode a type at the same time.
+# msgspec crashes if two threads are the first to decode a type at the same time. So decode here.
 for _kind in (Plan, Manifest):
     msgspec.json.Decoder(_kind)
 
@@ -182,9 +182,9 @@ class EdgeWriter:
         self.nbytes = 0
 
     def add(self, block: int, payload: np.ndarray, old: bytes, new: bytes) -> None:
-        """Add the `payload` (k,) uint8 of the plan's `block`, and its digests (xxh3-128) before and
-        after, `old` empty if the payload needs no base. Call it for all blocks of the rank, in
-        increasing order."""
+        """Add the `payload` (k,) uint8 of the plan's `block`, and the block's digests (xxh3-128)
+        before and after. `old` is empty if the payload needs no base. Call it for all blocks of the
+        rank, in increasing order."""
         digests = [np.frombuffer(digest or bytes(16), np.uint8) for digest in (old, new)]
         check = xxhash.xxh3_64_intdigest(payload)
         self._entries.append((block, self.nbytes, payload.size, check, *digests))
@@ -192,8 +192,8 @@ class EdgeWriter:
         self.nbytes += payload.size
 
     def image(self) -> memoryview:
-        """Return the bytes of the file, to which no block can be added any more. HDF5 writes to
-        memory only: on a disk, closing a file after a failed write can crash the process."""
+        """Return the bytes of the file; no block can be added afterwards. HDF5 writes to memory
+        only: on a disk, closing a file after a failed write can crash the process."""
         if self._image is None:
             sink = io.BytesIO()
             with h5py.File(sink, "w", libver="latest") as file:
@@ -210,8 +210,8 @@ class EdgeWriter:
         return self._image
 
     def _some_payloads(self) -> np.ndarray:
-        """Remove the next payloads and return their bytes in a row, since each call of HDF5 takes
-        as long as a copy of 100 KB."""
+        """Remove the next payloads and return their bytes in a row. HDF5 gets several at once,
+        because a call takes as long as a copy of 100 KB."""
         some: list[np.ndarray] = []
         nbytes = 0
         while self._payloads and nbytes < WRITE_BYTES:
@@ -236,8 +236,7 @@ def commit(
     """Wait for the file of every rank, write the manifest and return its path. Rank 0 calls it.
 
     Raises `TransferError`, which names a file that is missing after `timeout_s` seconds, or one
-    that belongs to another edge.
-    """
+    that belongs to another edge."""
     target = Path(store) / edge_name(version, base)
     deadline = time.monotonic() + timeout_s
     names = [f"rank-{rank:05d}.h5" for rank in range(plan.world)]
@@ -271,6 +270,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _describe(path: Path, expected: dict) -> RankFile:
+    """Return the description of a rank's file. Raises `TransferError` if it is not as expected."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             found = {key: file.attrs[key] for key in expected}

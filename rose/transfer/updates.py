@@ -1,9 +1,9 @@
-"""Find what an update of the weights changes, where they are, without a copy of the old ones.
+"""Find the values that an update of the weights changes, without a copy of the old weights.
 
 Between an optimizer's step and the copy of its float32 values into the bfloat16 ones, a trainer
 rank has both. `Comparison.compare` finds the values that differ. On a GPU two kernels compare and
-compact them (rose/transfer/delta_triton.py), and only positions and differences, 6 bytes a change,
-go to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
+compact them (rose/transfer/delta_triton.py). Only positions and differences, 6 bytes a change, go
+to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
 compares.
 """
 
@@ -23,15 +23,16 @@ from rose.transfer.live import unsigned
 
 Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) int32, differences (c,) int16
 
-# Changes that one window has on a GPU at most, in 24 MiB, and the values that it has on a CPU.
+# Windows are the unit of work: on a GPU of at most this many changes, in 24 MiB, and on a CPU of
+# this many values.
 WINDOW = 2**22
-ROOM = WINDOW  # values for which the page-locked memory of a window has room
-# Windows whose page-locked memory is kept from step to step, 24 MiB each: the changes of a quarter
-# of 7B are 5. Further windows are copied out of it.
+ROOM = WINDOW  # changes for which a window's page-locked memory has room
+# Most windows that keep page-locked memory, 24 MiB each, from step to step. The changes of a
+# quarter of 7B take 5. Further windows are copied to other memory.
 LOCKED = 16
-# Windows that wait on the device for their copy to the host. They bound the memory there.
+# Most windows that wait on the device for their copy to the host. This bounds the memory there.
 WAITING = 4
-# Values from the first to the last one of a window at most, so that their positions are int32.
+# Most values from the first to the last one of a window, so that their positions are int32.
 SPAN = 2**30
 LARGEST = 2**31 - 1  # largest int32
 
@@ -52,7 +53,7 @@ class Comparison:
         self._device, self._threads = device, threads
         self._stream: torch.cuda.Stream | None = None
         self._copier = ThreadPoolExecutor(1, "changes")
-        # Page-locked memory for a window each, and that which windows of `_found` have.
+        # Page-locked memory of windows: unused, and used by the windows of `_found`.
         self._free: list[Locked] = []
         self._taken: list[Locked] = []
         # For each group, the windows of each comparison.
@@ -66,16 +67,16 @@ class Comparison:
         self._free, self._taken = self._free + self._taken, []
 
     def compare(self, group: int, master: Tensor, held: Tensor) -> None:
-        """Add the changes from `held` to `master`, rounded to bfloat16. On a GPU, `held` may be
-        written by later work of the current stream, and the changes arrive in the background."""
+        """Add the changes from `held` to `master`, rounded to bfloat16. On a GPU the changes arrive
+        in the background; later work of the current stream may already write to `held`."""
         on_gpu = self._device.type == "cuda"
-        windows = self._on_device if on_gpu else self._on_host
+        windows = self._compare_on_device if on_gpu else self._compare_on_host
         found = windows(master.detach(), held.detach().view(torch.int16))
         self._found.setdefault(group, []).append(found)
 
     def changes(self, group: int, begin: int, end: int) -> Moves:
         """Return the changes of a group's values from `begin` to `end`, with positions counted from
-        `begin`. Waits for what is still on its way from the device. Thread-safe."""
+        `begin`. Waits for changes that are not on the host yet. Thread-safe."""
         found = [self._between(windows, begin, end) for windows in self._found.get(group, [])]
         if len(found) == 1:
             return found[0]
@@ -83,20 +84,21 @@ class Comparison:
         return codec.summed(positions, differences, 2)
 
     def _between(self, windows: Sequence[Future[_Window]], begin: int, end: int) -> Moves:
+        """Return the changes of one comparison from value `begin` to `end` of its group."""
         parts = []
         for future in windows:
             base, (positions, differences) = future.result()
             if not len(positions) or base >= end or base + int(positions[-1]) < begin:
                 continue
             limits = max(begin - base, 0), min(end - base, LARGEST)
-            # NumPy would convert all positions to another type of the limits at each call.
+            # int32, because for other types NumPy would convert all positions at each call.
             low, high = (int(np.searchsorted(positions, np.int32(limit))) for limit in limits)
             if low < high:
                 offset = np.int32(base - begin)
                 parts.append((positions[low:high] + offset, differences[low:high]))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _on_host(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
+    def _compare_on_host(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
         old = unsigned(held)
 
         def compared(base: int) -> _Window:
@@ -107,7 +109,7 @@ class Comparison:
         with ThreadPoolExecutor(self._threads, "changes") as pool:
             return [pool.submit(compared, base) for base in range(0, len(old), WINDOW)]
 
-    def _on_device(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
+    def _compare_on_device(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
         from rose.transfer import delta_triton  # Only torch for GPUs comes with Triton.
 
         there = delta_triton.compare(master, held).cumsum(0)
@@ -125,8 +127,8 @@ class Comparison:
         return found
 
     def _copied(self, base: int, moves: tuple[Tensor, Tensor], ready: torch.cuda.Event) -> _Window:
-        """Copy a window to the host. Runs in a thread, which must not return to device 0: torch
-        would create a CUDA context there."""
+        """Copy a window to the host. Runs in a thread, which must not stay on device 0: torch would
+        create a CUDA context there."""
         torch.cuda.set_device(self._device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
@@ -149,8 +151,8 @@ class Comparison:
 
 
 def windows_of(ends: np.ndarray, tile: int) -> list[tuple[int, int]]:
-    """Return the first and behind the last tile of each window, given the running sum (tiles,) of
-    the tiles' changes: of `WINDOW` changes and `SPAN` values at most, but one tile at least."""
+    """Cut tiles into windows of at most `WINDOW` changes and `SPAN` values, but one tile at least.
+    `ends` (tiles,) is the running sum of their changes. Return each window's (first, end) tile."""
     found, first = [], 0
     while first < len(ends):
         before = int(ends[first - 1]) if first else 0
@@ -162,9 +164,9 @@ def windows_of(ends: np.ndarray, tile: int) -> list[tuple[int, int]]:
 
 
 def in_band(moves: Moves, start: int, columns: int, first: int, last: int) -> Moves:
-    """Return those of the changes that are in the columns from `first` to `last` of a matrix with
-    `columns`. Their positions count from index `start` of the matrix, and those returned count the
-    values in these columns only."""
+    """Return the changes in the columns from `first` to `last` of a matrix with `columns` columns.
+    Positions in `moves` count from index `start` of the matrix; returned ones count only values in
+    these columns."""
     positions, differences = moves
     row, column = np.divmod(positions.astype(np.int64) + start, columns)
     inside = (column >= first) & (column < last)

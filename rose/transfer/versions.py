@@ -50,7 +50,7 @@ def readable(store: Path) -> list[int]:
 
 
 def linked(store: Path, folder: Path, version: int) -> Path:
-    """Make a store of hard links to all files of `store` in `folder`, which must not exist, and
+    """Make `folder`, which must not exist, a store of hard links to all files of `store`, and
     return it. It keeps files that the trainer removes later, and copies no bytes. Return `store`
     itself if the links don't lead to `version`, as on a file system without hard links."""
     try:
@@ -91,8 +91,8 @@ def write_hashes(
 def read_hashes(
     folder: Path, ranks: int, version: int
 ) -> tuple[list[Tensor], dict[str, Digests], Base | None]:
-    """Return the published tensors, their digests by name, and the base if they are an adapter's.
-    Raises `Missing` if a rank's file does not exist, and `Corrupted` if one is damaged."""
+    """Return the published tensors, their digests by name, and the base of an adapter. Raises
+    `Missing` if a rank's file does not exist, and `Corrupted` if one is damaged."""
     tensors: list[Tensor] = []
     below: Base | None = None
     digests: dict[str, Digests] = {}

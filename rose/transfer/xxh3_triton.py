@@ -2,7 +2,7 @@
 
 This is the long form of XXH3, for over 240 bytes (xxHash's specification, `doc/xxhash_spec.md`).
 Eight lanes of 64 bits accumulate stripes of 64 bytes, and are scrambled after every 16 stripes.
-Between two scrambles, stripes are only added. So each block is a program of one warp, which
+Between two scrambles, stripes are only added. So a program of one warp hashes each block, and
 processes 16 stripes as a tile of 16 x 8 words. The host merges the lanes
 (rose/transfer/digests.py). Importing this module imports Triton, which comes with torch for GPUs.
 """
@@ -24,8 +24,7 @@ ROUND_WORDS = tl.constexpr(128)
 
 @triton.jit
 def _words(address, width, stride, at, mask):
-    """Load the words with the numbers `at` of a block. A row has `width` words, and rows are
-    `stride` bytes apart."""
+    """Load a block's words number `at`. A row has `width` words; rows are `stride` bytes apart."""
     row = at // width
     where = address + row.to(tl.int64) * stride + (at - row * width).to(tl.int64) * 8
     return tl.load(where.to(tl.pointer_type(tl.uint64)), mask=mask, other=0)
@@ -41,6 +40,7 @@ def _mixed(mine, others, keys):
 
 @triton.jit
 def _accumulate(blocks, table, lanes_out):
+    """Write the lanes of one block, as `accumulate` returns them."""
     number = tl.program_id(0).to(tl.int64)
     address = tl.load(blocks + 4 * number)
     width = tl.load(blocks + 4 * number + 1).to(tl.int32)
@@ -77,8 +77,7 @@ def accumulate(blocks: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return the lanes (n, 8) int64 of each block, not yet merged.
 
     `blocks` (n, 4) int64 has each block's address, 8-byte words in a row, bytes from row to row,
-    and words in all (over 30). `table` is (40,) int64. Everything is in one device's memory.
-    """
+    and words in all (over 30). `table` is (40,) int64. Everything is in one device's memory."""
     lanes = torch.empty(len(blocks), 8, dtype=torch.int64, device=blocks.device)
     _accumulate[(len(blocks),)](
         blocks, table.view(torch.uint64), lanes.view(torch.uint64), num_warps=1

@@ -6,8 +6,8 @@ A step with B requests and n drafted tokens takes T = a + b B + c n + d [n > 0] 
 coefficients >= 0. It is expected to generate B tokens plus the sum of the drafted tokens' chances
 of acceptance. We draft the likeliest tokens of the batch, as many as maximize tokens per second.
 This is Seer's marginal rule with one budget for the batch, and with measured step times instead of
-a table. Where drafts don't pay, as with tiny models or text that isn't repeated, nothing is
-drafted, and only some steps look drafts up to notice a change.
+a table. If drafts don't pay, as with tiny models or text that isn't repeated, nothing is drafted.
+Some steps still look drafts up, to notice when they begin to pay.
 
 T is fitted on this engine's own steps in which every request decodes. There is one fit each for 1,
 2, 3 to 4, 5 to 8, ... requests, as kernels change with the batch size. Chances are scaled by the
@@ -22,7 +22,8 @@ import numpy as np
 
 # Least ratio of tokens/s with drafts to tokens/s without. Less is within the fit's error.
 MIN_GAIN = 1.05
-# Number of last steps of each kind that T is fitted on. A machine's load changes within minutes.
+# Number of last steps of each kind that T is fitted on. Older ones are dropped, because a machine's
+# load changes within minutes.
 WINDOW = 128
 MIN_STEPS = 16  # steps of each kind before the first fit
 # A step that took this many times its fitted time is left out of the fit: the engine was paused,
@@ -59,11 +60,12 @@ class StepTimes:
 
     @property
     def missing_kind(self) -> int | None:
-        """The kind of steps of which more are needed for a fit; None if there are enough."""
+        """Kind of steps of which a fit needs more; None if there are enough of both."""
         fewer = int(self._counts[1] < self._counts[0])
         return fewer if self._counts[fewer] < MIN_STEPS else None
 
     def _fit(self) -> None:
+        """Fit T by least squares of its relative errors, then again without outliers."""
         self._unfitted = 0
         if min(self._counts) < MIN_STEPS:
             return
@@ -90,22 +92,22 @@ def _nonnegative(a: np.ndarray) -> np.ndarray:
 
 
 def lengths(chances: np.ndarray, fitted: tuple[float, float, float, float]) -> np.ndarray:
-    """Number of tokens to draft for each request, (B,) int; all 0 where drafts don't pay. `chances`
-    (B, most) is the chance that a drafted token and all before it are accepted, so it falls along
-    each row. `fitted` is (a, b, c, d) of the module's docstring."""
+    """Return how many tokens to draft for each request, (B,) int; all 0 if drafts don't pay.
+    `chances` (B, most) is the chance that a drafted token and all before it are accepted, so it
+    falls along each row. `fitted` is (a, b, c, d) of the module's docstring."""
     a, b, c, d = fitted
     requests = len(chances)
-    order = np.sort(chances, axis=None)[::-1]
-    order = order[: np.count_nonzero(order)]
+    likeliest = np.sort(chances, axis=None)[::-1]
+    likeliest = likeliest[: np.count_nonzero(likeliest)]
     undrafted_s = a + b * requests
-    if not len(order) or undrafted_s <= 0:
+    if not len(likeliest) or undrafted_s <= 0:
         return np.zeros(requests, int)
-    tokens = requests + np.cumsum(order)
-    seconds = undrafted_s + d + c * np.arange(1, len(order) + 1)
+    tokens = requests + np.cumsum(likeliest)
+    seconds = undrafted_s + d + c * np.arange(1, len(likeliest) + 1)
     best = fastest(tokens, seconds, requests / undrafted_s)
     if best is None:
         return np.zeros(requests, int)
-    return np.count_nonzero(chances >= order[best], axis=1)
+    return np.count_nonzero(chances >= likeliest[best], axis=1)
 
 
 def fastest(tokens: np.ndarray, seconds: np.ndarray, without: float) -> int | None:
@@ -118,13 +120,13 @@ def fastest(tokens: np.ndarray, seconds: np.ndarray, without: float) -> int | No
 
 
 class Gate:
-    """Decides at each step how many tokens are drafted for each request. If `adaptive` is false, it
-    drafts all that the lookup finds."""
+    """Decides at each step how many tokens are drafted for each request. If `adaptive` is false,
+    all tokens that the lookup finds are drafted."""
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
         self._times: dict[int, StepTimes] = {}
-        self._step, self._probes = 0, False
+        self._step, self._probing = 0, False
         self._skip = 0  # steps to skip between two lookups
         self._skipped = 0  # steps skipped since the last lookup
         self._expected = 0.0  # accepted tokens expected of the last step's drafts
@@ -132,17 +134,17 @@ class Gate:
         self._accepted_sum = 0.0  # fading sum of accepted tokens
 
     def looks_up(self) -> bool:
-        """Begin a step; return True if it should look up drafts."""
+        """Begin a step. Return True if this step should look up drafts."""
         self._step += 1
-        self._probes = self._step % PROBE == 0
-        if not self.adaptive or self._skipped >= self._skip or self._probes:
+        self._probing = self._step % PROBE == 0
+        if not self.adaptive or self._skipped >= self._skip or self._probing:
             self._skipped = 0
             return True
         self._skipped += 1
         return False
 
     def decide(self, chances: np.ndarray) -> np.ndarray:
-        """Number of tokens to draft for each request, (B,): see `lengths`."""
+        """Return how many tokens to draft for each request, (B,). `chances`: see `lengths`."""
         possible = np.count_nonzero(chances, axis=1)
         if not self.adaptive:
             return possible
@@ -155,7 +157,7 @@ class Gate:
         else:
             found = lengths(chances * self.trust, times.fitted)
         pays = bool(found.any())
-        if self._probes and missing is None:
+        if self._probing and missing is None:
             found = probe * (not pays)
         else:
             self._skip = 0 if pays else min(LONGEST_SKIP, 2 * self._skip + 1)
@@ -165,7 +167,7 @@ class Gate:
 
     @property
     def trust(self) -> float:
-        """Accepted over expected tokens, at most 1."""
+        """Factor that corrects chances: accepted over expected tokens, at most 1."""
         accepted = self._accepted_sum + PRIOR_TOKENS
         return min(1.0, accepted / (self._expected_sum + PRIOR_TOKENS))
 

@@ -1,9 +1,11 @@
 """The loops over a group's texts, compiled by numba: append, look up, and learn from the outcome.
 
-A group's texts are the nodes of one tree. Row `TOKEN` of node j has its token, `BEFORE` the node
-before it, and `AFTER` the first node that followed it; -1 means none. Nodes that follow the same
-LONG (or SHORT) tokens are linked from the newest to the oldest, and `heads` has the newest by a
-hash of these tokens. Different tokens may share a hash, so matches are always compared.
+A group's texts form one tree with a node per token. For node j, `nodes[TOKEN, j]` is the token,
+`nodes[BEFORE, j]` the node before it, and `nodes[AFTER, j]` the first node that followed it; -1
+means none. All nodes that follow the same LONG (or SHORT) tokens form a list, linked from the
+newest to the oldest. `heads` has the newest node of each list, by a hash of these tokens. Different
+tokens may share a hash, so matches are always compared. A *place* is a node whose preceding tokens
+match the end of a text; its token may be the text's next one.
 
 Functions and constants are in one file, because numba's cache only notices a change of the file
 that a function is defined in.
@@ -17,18 +19,18 @@ from numba import types
 
 TOKEN, BEFORE, AFTER, LINK_SHORT, LINK_LONG = range(5)
 ROWS = 5
-# Tokens of context by which nodes are found. Free text repeats as few as two tokens, too.
+# Context lengths, in tokens, by which nodes are found. Free text repeats as few as two tokens.
 SHORT = 2
 LONG = 5
 DEPTH = 16  # most tokens of context that are compared; longer matches are no better
-CANDIDATES = 32  # most places examined per context length, newest first: keeps a lookup below 30 us
-LEVELS = (2, 4, 8, 16)  # least matched tokens of each level; the levels have chances of their own
+CANDIDATES = 32  # most places examined per context length, newest first; at most 30 us a lookup
+LEVELS = (2, 4, 8, 16)  # least matched tokens of each level, which has chances of its own
 LEVELS_TRIED = 2  # number of levels for which a draft is built, from the longest match down
 SHARES = 8  # number of classes of agreement between the matching places
-LEAST_SHARES = (0.9, 0.7, 0.5, 0.3)  # least agreement of the classes from 3 on; the last has none
+LEAST_SHARES = (0.9, 0.7, 0.5, 0.3)  # least agreement of classes 3 to 6; 7 for all below
 MIN_CHANCE = 0.02  # chance of a token below which a draft ends
-GROUP_TRIALS = 8.0  # trials of a group that weigh as much as the experience of all groups
-# Trials of a kind of token after which its counts are halved, so that earlier ones fade.
+GROUP_TRIALS = 8.0  # trials of a group that weigh as much as those of all groups
+# Trials of a kind (`kind_of`) after which its counts are halved, so that earlier ones fade.
 HALVE_OVERALL = 1024.0
 HALVE_GROUP = 128.0
 
@@ -58,6 +60,7 @@ def _key(nodes, node, length, mask):
 
 @_compile(types.void(NODES, NODES, INT))
 def _insert(nodes, heads, node):
+    """Add `node` to the lists of its SHORT and LONG preceding tokens."""
     mask = heads.shape[1] - 1
     for which in range(2):
         key = _key(nodes, nodes[BEFORE, node], LONG if which else SHORT, mask)
@@ -69,7 +72,7 @@ def _insert(nodes, heads, node):
 
 @_compile(types.void(NODES, NODES, INT))
 def rebuild(nodes, heads, used):
-    """Enter the first `used` nodes into empty `heads`."""
+    """Add the first `used` nodes to their lists. `heads` must be empty."""
     for node in range(used):
         _insert(nodes, heads, node)
 
@@ -77,7 +80,7 @@ def rebuild(nodes, heads, used):
 @_compile(INT(NODES, NODES, INT, INT, INTS))
 def extend(nodes, heads, used, tail, tokens):
     """Append `tokens` after node `tail`, or as a new text if `tail` is -1; return the last node.
-    Writes nodes from `used` on, for which there must be room."""
+    Writes nodes from `used` on, for which `nodes` must have room."""
     for i in range(tokens.shape[0]):
         node = used + i
         nodes[TOKEN, node] = tokens[i]
@@ -112,8 +115,8 @@ def ends_with(nodes, tail, tokens):
 
 @_compile(INT(NODES, INT, INT))
 def _match(nodes, one, other):
-    """Count how many last tokens two texts have in common, at most DEPTH. `one` and `other` are the
-    last nodes of the texts."""
+    """Count how many last tokens two texts have in common, at most DEPTH. The texts end with nodes
+    `one` and `other`."""
     count = 0
     while count < DEPTH and one >= 0 and other >= 0:
         if one == other:
@@ -126,8 +129,8 @@ def _match(nodes, one, other):
 
 @_compile(INT(INT, INT, INT))
 def kind_of(match, agree, of):
-    """The acceptance table's row for a token that `agree` of `of` places have in common. `match` is
-    the number of tokens that these places match."""
+    """Return the acceptance table's row for a drafted token, which `agree` of `of` places have.
+    `match` is the number of tokens that these places match."""
     level = 0
     while level + 1 < len(LEVELS) and match >= LEVELS[level + 1]:
         level += 1
@@ -164,7 +167,7 @@ def _find(nodes, heads, tail, places, matches):
 @_compile(INT(INT, INTS, INTS, INT, INTS))
 def _matching(found, places, matches, level, alive):
     """Write the places that match at least LEVELS[level] tokens into `alive`; return their number.
-    Returns 0 if all of them also match at the next level, which has then been tried."""
+    Returns 0 if all of them also match at the next level, at which they were tried before."""
     count, exact = 0, False
     for i in range(found):
         if matches[i] >= LEVELS[level]:
@@ -205,10 +208,9 @@ def _advance(nodes, alive, count, winner):
 def look_up(nodes, heads, tail, most, overall, group, path, chances):
     """Draft at most `most` tokens after node `tail`; return the draft's length.
 
-    Of the drafts of `LEVELS_TRIED` levels, takes the one with the most accepted tokens expected.
-    Writes the tokens into `path[0]`, their rows of the acceptance tables into `path[1]`, and into
-    `chances` the chance that a token and all before it are accepted.
-    """
+    Builds drafts for `LEVELS_TRIED` levels, and takes the draft with the most expected accepted
+    tokens. Writes its tokens into `path[0]`, and their rows of the acceptance tables into
+    `path[1]`. `chances` receives the chance that a token and all before it are accepted."""
     places = np.empty(2 * CANDIDATES, np.int32)
     matches = np.empty(2 * CANDIDATES, np.int32)
     found = _find(nodes, heads, tail, places, matches)
@@ -244,6 +246,7 @@ def look_up(nodes, heads, tail, most, overall, group, path, chances):
 
 @_compile(types.void(TABLE, INT, types.boolean, types.float64))
 def _count(table, kind, hit, halve_after):
+    """Count a trial of `kind`. After `halve_after` trials, halve both counts."""
     table[kind, 0] += hit
     table[kind, 1] += 1
     if table[kind, 1] > halve_after:
@@ -254,8 +257,7 @@ def _count(table, kind, hit, halve_after):
 @_compile(types.void(PATH, INT, INTS, TABLE, TABLE))
 def learn(path, count, sampled, overall, group):
     """Compare a draft of `count` tokens with the tokens that were `sampled` in its place. Counts a
-    trial for each drafted token up to the first that differs. The draft counts whether vLLM
-    received it or not."""
+    trial for each drafted token up to the first that differs, even if vLLM never got the draft."""
     for i in range(min(count, sampled.shape[0])):
         hit = path[0, i] == sampled[i]
         _count(overall, path[1, i], hit, HALVE_OVERALL)

@@ -44,7 +44,7 @@ class GroupProposer:
     def __init__(self, vllm_config: Any) -> None:
         self.most = vllm_config.speculative_config.num_speculative_tokens
         self.gate, self.memory_bytes = Gate(adaptive=True), 0
-        self.overall = acceptance(begins=True)
+        self.overall = acceptance(prior=True)
         # group -> its text, the least recently used first
         self.texts: OrderedDict[str, Text] = OrderedDict()
         self._rows: dict[str, _Row] = {}  # request id -> row
@@ -106,15 +106,16 @@ class GroupProposer:
         return drafts
 
     def _observe(self, ids: list[str], sampled: list[list[int]]) -> None:
-        """Time a step if it and the last step decoded, and only decoded, the same requests."""
+        """Record the step's duration if it and the last step only decoded, for the same
+        requests."""
         decodes = ids.copy() if all(sampled) else []
         if decodes and decodes == self._before:
             self.gate.observe(len(ids), self._drafted, self._clock() - self._returned_at)
         self._before = decodes
 
     def _write(self, request: str, tokens: np.ndarray) -> _Row:
-        """Write the new ones of `tokens` into the group's text; return the request's row. Also
-        compares them with the last draft, to learn chances of acceptance."""
+        """Write the new ones of a request's `tokens` into its group's text; return its row. Also
+        compares the new ones with the last draft, to learn chances of acceptance."""
         row = self._rows.get(request)
         if row is None:
             row = self._rows[request] = self._begin(request, tokens)
@@ -128,8 +129,8 @@ class GroupProposer:
 
     def _begin(self, request: str, tokens: np.ndarray) -> _Row:
         """Create the row of a new request, with `tokens` in its group's text. The turn continues
-        the text of its trajectory's last turn if that ran on this engine. Otherwise it begins with
-        the group's prompt."""
+        the text of its trajectory's last turn if that turn ran on this engine. Otherwise it begins
+        with the group's prompt."""
         turn = request.partition("#")[0]
         trajectory, group = turn.rpartition(".")[0], turn.partition(".")[0]
         text = self._text(group)
@@ -151,9 +152,9 @@ class GroupProposer:
     def feed(self, turn: str, start: int, before: bytes, tokens: bytes) -> None:
         """Add tokens that a sibling's turn got on another engine to its group's text.
 
-        `tokens` (int32) are the turn's tokens from number `start` on, and `before` (int32) the last
-        ones of its context. Tokens that were fed already are skipped. After a gap, the tokens begin
-        a new text in the group's tree.
+        `tokens` (int32) are the turn's tokens from number `start` on. `before` (int32) is the end
+        of its context. Tokens that were fed already are skipped. After a gap, the tokens begin a
+        new text in the group's tree.
         """
         text, tail, have = self._fed.get(turn, (None, -1, 0))
         group = turn.partition(".")[0]
@@ -174,8 +175,8 @@ class GroupProposer:
                 del known[name]
 
     def _text(self, group: str) -> Text:
-        """Return the group's text, created if there is none. If all texts take more than
-        `memory_bytes`, first drops the least recently used groups."""
+        """Return the group's text, and create it if needed. Before that, drops the least recently
+        used groups while all texts take more than `memory_bytes`."""
         text = self.texts.get(group)
         if text is None:
             over = sum(text.nbytes for text in self.texts.values()) - self.memory_bytes

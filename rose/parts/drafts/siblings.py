@@ -1,8 +1,8 @@
 """Forwards the tokens of a group's turns to the engines that draft from them.
 
-All tokens pass the coordinator. Every half second, each engine that holds a turn of a group gets
-the new tokens that the group's other turns got on other engines. Nothing waits for them: tokens
-that arrive late, or are lost with an engine, cost drafts, but never change a turn.
+All tokens pass the coordinator. Every half second, it sends the new tokens of a group's turns to
+the other engines that hold turns of the group. Nothing waits for them: tokens that arrive late, or
+are lost with an engine, cost drafts, but never change a turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The end of a turn's context that is sent with its tokens: 16 int32 tokens, the longest context
 # that drafts are looked up by.
 CONTEXT_BYTES = 4 * 16
-# An open turn's new tokens are not sent before there are this many bytes of them: 16 int32 tokens.
+# Least bytes of new tokens that are sent for a turn that still runs: 16 int32 tokens.
 LEAST_BYTES = 4 * 16
 # Bounds a message to an engine, which indexes this many bytes within a tenth of a second.
 MOST_BYTES = 2**18
@@ -37,6 +37,8 @@ _DECODER = msgspec.msgpack.Decoder(tuple[list[Span], list[str]])
 
 
 class _Turn:
+    """A turn's `tokens`, the end of its context (`before`), and whether it still runs (`open`)."""
+
     __slots__ = ("before", "open", "tokens")
 
     def __init__(self, before: bytes) -> None:
@@ -44,8 +46,8 @@ class _Turn:
 
 
 class Sender:
-    """The tokens of each running group, and which of them each worker has. `send` takes (rank,
-    message)."""
+    """Runs at the coordinator. Keeps the tokens of each running group, and which of them each
+    worker has. `send` takes (rank, message)."""
 
     def __init__(self, hub: TurnHub, send: Callable[[int, p.Message], None]) -> None:
         self._hub, self._send = hub, send
@@ -56,7 +58,7 @@ class Sender:
         self._ended: dict[str, list[str]] = {}  # worker -> ended groups, not reported to it yet
 
     def observe(self, event: ev.Event) -> None:
-        """Take the tokens of a turn that progressed; at each tick, send engines what they lack."""
+        """Take the new tokens of turns. At each tick, send each worker the tokens that it lacks."""
         ledger = self._hub.ledger
         match event:
             case ev.TurnProgressed(turn=turn) if name := ledger.worker_of(turn):
@@ -74,7 +76,7 @@ class Sender:
                         self.flush(name, worker.rank, sorted(held.get(name, ())))
 
     def group_ended(self, group: str) -> None:
-        """Forget a group, which has no further turns."""
+        """Drop a group, which has no further turns."""
         gone = self._groups.pop(group, {})
         for worker, have in self._have.items():
             for turn in gone:
@@ -108,7 +110,7 @@ class Sender:
 
     def flush(self, worker: str, rank: int, groups: Iterable[str]) -> None:
         """Send `worker`, which holds turns of `groups`, the tokens of these groups that it lacks. A
-        call sends at most `MOST_BYTES`; the next call sends the remaining ones."""
+        call sends at most `MOST_BYTES`; the next call sends the remaining tokens."""
         have = self._have.setdefault(worker, {})
         room = MOST_BYTES
         spans: list[Span] = []
@@ -135,8 +137,8 @@ class Sender:
 
 
 class Receiver:
-    """The messages of `Sender` to a rollout rank. `engine` returns the rank's engine, `died` true
-    if an error of the engine came of its death."""
+    """Runs at a rollout rank, and takes the messages of `Sender`. `engine` returns the rank's
+    engine. `died` returns true if an error was caused by the engine's death."""
 
     def __init__(
         self, engine: Callable[[], Engine | None], died: Callable[[Engine], Awaitable[bool]]
@@ -154,9 +156,9 @@ class Receiver:
         self._arrived.set()
 
     async def run(self) -> None:
-        """Pass siblings' tokens to an engine that drafts. One call runs at a time; what arrives
-        meanwhile goes with the next. Only drafts depend on it, so tokens for an engine that is
-        down, or dies meanwhile, are dropped."""
+        """Pass siblings' tokens to an engine that drafts. One call runs at a time; tokens that
+        arrive meanwhile go with the next call. Tokens for an engine that is down, or dies
+        meanwhile, are dropped, because only drafts depend on them."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()

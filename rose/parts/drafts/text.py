@@ -21,10 +21,10 @@ PRIOR = (
 PRIOR_TRIALS = 4.0
 
 
-def acceptance(begins: bool) -> np.ndarray:
-    """A table (kinds, 2) of accepted and tried tokens: `PRIOR` if `begins`, else zeros."""
+def acceptance(prior: bool) -> np.ndarray:
+    """Return a table (kinds, 2) of accepted and tried tokens: `PRIOR` if `prior`, else zeros."""
     table = np.zeros((len(loops.LEVELS) * loops.SHARES, 2))
-    if begins:
+    if prior:
         table[:, 0] = np.ravel(PRIOR) * PRIOR_TRIALS
         table[:, 1] = PRIOR_TRIALS
     return table
@@ -32,10 +32,10 @@ def acceptance(begins: bool) -> np.ndarray:
 
 class Text:
     """A group's texts as one tree, which several writers extend. A writer keeps the number of the
-    node that it wrote last; -1 before the first."""
+    node that it wrote last, -1 before its first."""
 
     def __init__(self) -> None:
-        self.accepted = acceptance(begins=False)
+        self.accepted = acceptance(prior=False)
         self._used = 0
         self._nodes = np.empty((loops.ROWS, FIRST), np.int32)
         self._heads = np.full((2, FIRST), -1, np.int32)
@@ -48,8 +48,8 @@ class Text:
         return self._nodes.nbytes + self._heads.nbytes
 
     def begin(self, tokens: np.ndarray) -> int:
-        """Write the whole context `tokens` of a trajectory; return the last node. Shares the nodes
-        of what it has in common with the group's first text, which is the prompt."""
+        """Write the whole context `tokens` of a trajectory; return the last node. A beginning in
+        common with the group's first text, which is the prompt, is not written again."""
         shared = loops.follow(self._nodes, self._used, tokens)
         return self.extend(shared - 1, tokens[shared:])
 

@@ -16,15 +16,14 @@ class DraftingWorker(WorkerExtension):
 
     def rose_begin_drafts(self, draft: dict[str, Any]) -> None:
         super().rose_begin_drafts(draft)
-        # On a CPU this thread takes part in all that a step computes, and its CPU time doesn't
-        # include the load of other processes.
+        # On a CPU, the CPU time of this thread measures a step: the thread takes part in all of its
+        # computations, and the load of other processes doesn't count.
         clock = time.thread_time if current_platform.is_cpu() else time.perf_counter
         memory_bytes = draft["memory_mib"] * 2**20
         self.model_runner.drafter.begin(self.model_runner, draft["adaptive"], memory_bytes, clock)
 
     def rose_learn_siblings(self, spans: list[Span], ended: list[str]) -> None:
-        """Give the proposer tokens that siblings' turns got on other engines, and drop the groups
-        `ended`."""
+        """Pass tokens of siblings on other engines to the proposer; drop groups that `ended`."""
         for span in spans:
             self.model_runner.drafter.feed(*span)
         self.model_runner.drafter.drop(ended)

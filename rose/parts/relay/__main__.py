@@ -4,9 +4,10 @@
     serving side:   rose relay http://HOST:7673 --listen HOST2:7673 --token-file FILE --cache DIR
 
 UPSTREAM is the run's weights folder, or another relay. A reader must send the token: the content
-of a file of mode 0600, which is created in the cache folder if none is given. All relays of a run
-share one token. The link is not encrypted: put it into a trusted network or a tunnel. A relay that
-is started again keeps its cache. `GET /metrics` has its counters. Ends on SIGTERM or SIGINT.
+of a file of mode 0600. Without --token-file, the relay creates this file in the cache folder. All
+relays of a run share one token. The link is not encrypted: put it into a trusted network or a
+tunnel. A relay that is started again keeps its cache. `GET /metrics` has its counters. Ends on
+SIGTERM or SIGINT.
 
     0 stopped       1 can't listen there   2 bad arguments
 """  # noqa: E501
@@ -31,7 +32,7 @@ from rose.transfer.source import open_source, read_token
 
 LISTEN = "127.0.0.1:7673"  # R-O-S-E on a telephone's keys
 CACHE_GIB = 32.0  # default of --cache-gib
-# Timeout of one request to another relay. Clients that still wait then cause another request.
+# Timeout of one request to another relay. Clients that still wait after it cause another request.
 UPSTREAM_S = 10.0
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
@@ -50,24 +51,24 @@ def main(arguments: list[str]) -> int:
         "--cache",
         metavar="DIR",
         type=at_home,
-        help="default: a folder of its own in the temporary one",
+        help="default: a folder in the temporary folder, one for each UPSTREAM",
     )
     parser.add_argument(
         "--cache-gib",
         metavar="N",
         type=float,
         default=CACHE_GIB,
-        help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder "
-        "that is as fast as a cache",
+        help=f"most on disk, default {CACHE_GIB:.0f}; 0 keeps nothing, for a folder as fast as a "
+        "cache",
     )
     parser.add_argument(
-        "--token-file", metavar="FILE", type=at_home, help="default: made, DIR/token"
+        "--token-file", metavar="FILE", type=at_home, help="default: DIR/token, created"
     )
     parser.add_argument(
         "--upstream-token-file",
         metavar="FILE",
         type=at_home,
-        help="of an upstream relay, if not --token-file",
+        help="token file of an upstream relay, if not --token-file",
     )
     args = parser.parse_args(arguments)
     try:
@@ -78,6 +79,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Check the arguments and serve until stopped; return the exit status."""
     listen = _ADDRESS.fullmatch(args.listen)
     if listen is None or int(listen[3]) > 65535:
         raise TransferError(f"--listen {args.listen!r}: expected HOST:PORT, as {LISTEN}")
@@ -114,7 +116,7 @@ def _run(args: argparse.Namespace) -> int:
     token = read_token(token_file)
     host, port = listen[1] or listen[2], int(listen[3])
 
-    def listens(port: int) -> None:
+    def announce(port: int) -> None:
         keeps = (
             f"{args.cache_gib:g} GiB in {folder}, {cache.bytes / 2**20:.0f} MiB there"
             if cache.limit
@@ -127,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         )
 
     try:
-        asyncio.run(serve(source, cache, token, host, port, listens))
+        asyncio.run(serve(source, cache, token, host, port, announce))
     except OSError as error:
         print(f"rose relay: --listen {args.listen}: {error.strerror or error}", file=sys.stderr)
         return 1

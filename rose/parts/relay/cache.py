@@ -3,8 +3,8 @@
     <cache>/chunks/v000012~from-000011~rank-00000.h5@<tag>@000007
 
 A chunk is written under a temporary name and renamed, so that a chunk of this name is whole. A
-rewritten file has another tag, and so other chunks. The cache has no checksums. Readers verify
-their own, and request a fresh copy of damaged bytes.
+rewritten file has another tag, and so other chunks. The cache has no checksums: readers verify the
+hashes of versions, and request a fresh copy of damaged bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 class Cache:
     """Keeps at most `limit` bytes of chunks in `folder`, which it creates (mode 0700) and locks.
-    Construction raises `TransferError` if that fails or another relay uses it. Thread-safe."""
+    Raises `TransferError` if the folder can't be used, or another relay uses it. Thread-safe."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit, self.bytes = folder, limit, 0
@@ -74,18 +74,18 @@ class Cache:
         return data if len(data) == chunk.length else None
 
     def write(self, chunk: Chunk, data: bytes) -> None:
-        """Keep a chunk, and evict others above the limit. Raises `OSError`."""
+        """Keep a chunk; evict the least recently used above the limit. Raises `OSError`."""
         if not self.limit:
             return
         write_whole(self._chunks / chunk.name, data)
-        self._add(chunk.name, len(data))
+        self._add_and_evict(chunk.name, len(data))
 
     def close(self) -> None:
         for part in self._chunks.glob("*.part"):
             part.unlink(missing_ok=True)
         self._lock.close()
 
-    def _add(self, name: str, size: int) -> None:
+    def _add_and_evict(self, name: str, size: int) -> None:
         with self._mutex:
             self.bytes += size - self._sizes.pop(name, 0)
             self._sizes[name] = size
@@ -101,4 +101,4 @@ class Cache:
             if path.suffix == ".part" or path.name.count("@") != 2:
                 path.unlink()
             else:
-                self._add(path.name, status.st_size)
+                self._add_and_evict(path.name, status.st_size)

@@ -42,9 +42,9 @@ class _Unavailable(Exception):
 
 
 class Relayed:
-    """The store of the relay at `where`, http://host:port[/folder]. Calls raise `TransferError`
-    after `timeout_s` seconds without a byte from a relay that can't be reached or can't reach its
-    upstream, and `Refused` at once if the token is wrong."""
+    """The store of the relay at `where`, http://host:port[/folder]. If the relay or its upstream
+    can't be reached, calls raise `TransferError` after `timeout_s` seconds without a byte. If the
+    token is wrong, they raise `Refused` at once."""
 
     def __init__(self, where: str, token: str | None, timeout_s: float):
         scheme, _, rest = where.partition("://")
@@ -98,7 +98,7 @@ class Relayed:
         headers = {"Cache-Control": "no-cache"} if fresh else {}
         if tag is not None:
             headers["If-Match"] = f'"{tag}"'
-        whole = length  # None until the relay reports it
+        whole = length  # bytes in all; None until the relay reports them
 
         def attempt(wait_s: float) -> None:
             nonlocal whole
@@ -140,6 +140,8 @@ class Relayed:
         self._pool.close()
 
     def _ask(self, kind: str, path: str, type: type[T]) -> T:
+        """Return the relay's JSON answer of type `type`; retry as `_retry` does."""
+
         def attempt(wait_s: float) -> T:
             response = self._request(kind, path, wait_s, {})
             try:

@@ -1,10 +1,10 @@
 """Serve a store's files over HTTP and cache them. A file doesn't change while its version exists.
 
-`relay_client.py` describes the requests, `cache.py` the cache. Files are cut into
-chunks. Clients that need the same chunk, listing or size at the same time share one *flight*, a
-request to the upstream. Threads call the upstream, because it may block. Requests without the token
-are refused. Nothing outside the store is named or read, and nothing is unpickled. No error of a
-client or of the upstream ends the relay: the answer names the error, and clients retry after 503.
+`relay_client.py` describes the requests, `cache.py` the cache. Files are cut into chunks. Clients
+that need the same chunk, listing or size at the same time share one *flight*, a request to the
+upstream. Threads call the upstream, because it may block. Requests without the token are refused.
+Nothing outside the store is named or read, and nothing is unpickled. No error of a client or of the
+upstream ends the relay: the answer names the error, and clients retry after 503.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ AHEAD = 8  # chunks of one request in flight, which covers 80 ms of latency at 1
 PULLS = 3 * AHEAD  # threads that read from the upstream
 # Bounds the wait for the upstream before a client gets 503; less than the client's ATTEMPT_S.
 WAIT_S = 8.0
-# Seconds for which the size of a rank's file is remembered. It changes only together with its
-# folder's manifest, after a run was resumed. Other files and listings are never remembered.
+# Seconds for which the size of a rank's file is remembered. A size changes only together with the
+# manifest in its folder, after a run was resumed. Other files and listings are never remembered.
 STAT_S = 5.0
-# Least seconds between two refreshes of a chunk: a reader with bad memory must not load the link.
+# Least seconds between two refreshes of a chunk. They bound what a reader with bad memory costs.
 FRESH_S = 5.0
 STALLED_S = 60.0  # seconds without progress after which a client is disconnected
 _REMEMBERED = 10_000  # most remembered sizes, and most remembered refreshes
@@ -46,7 +46,7 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 # "failed dependency": the upstream has refused.
 _STATUS = {Missing: 404, Changed: 412, Corrupted: 422, Refused: 424}
 # upstream_bytes counts bytes of files; hits: chunks read from the disk; cache_errors: chunks not
-# written to it; refused: requests answered with 4xx; failed: those answered with 5xx or aborted.
+# written to the disk; refused: requests answered with 4xx; failed: answered with 5xx, or aborted.
 _COUNTERS = [
     "upstream_bytes",
     "served_bytes",
@@ -74,7 +74,7 @@ class Relay:
         self._flights: dict[Hashable, asyncio.Task] = {}
         self._stats: dict[str, tuple[float, Stat | None]] = {}  # (monotonic time, answer) by path
         self._refreshed: dict[Chunk, float] = {}
-        # A pool of its own, so that listings and sizes don't queue behind bytes.
+        # A pool of its own, so that listings and sizes don't queue behind bytes of files.
         self._meta = ThreadPoolExecutor(4, "meta")
         self._pulls = ThreadPoolExecutor(PULLS, "pull")
         self._disk = ThreadPoolExecutor(4, "disk")
@@ -89,11 +89,11 @@ class Relay:
                 web.get("/metrics", self._answer_metrics),
             ]
         )
-        app.on_response_prepare.append(self._sign)
+        app.on_response_prepare.append(self._mark_as_relay)
         return app
 
     def close(self) -> None:
-        """Wait for no thread, because a read of a dead mount may never return."""
+        """Stop without waiting for threads, because a read of a dead mount may never return."""
         for pool in (self._meta, self._pulls, self._disk):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -104,7 +104,7 @@ class Relay:
 
     # ----------------------------------------------------------------- answers
 
-    async def _sign(self, _, response: web.StreamResponse) -> None:
+    async def _mark_as_relay(self, _, response: web.StreamResponse) -> None:
         response.headers["X-Rose-Relay"] = "1"
 
     @web.middleware
@@ -177,9 +177,9 @@ class Relay:
     async def _send(
         self, request: web.Request, path: str, stat: Stat, fresh: bool
     ) -> web.StreamResponse:
-        """Send a file's bytes. Raises the error if the first piece fails. If a later piece fails,
-        whatever the reason, the header has been sent, and the client's connection is aborted. The
-        client then requests the remaining bytes, and the answer to that names the error."""
+        """Send a file's bytes. Raises an error of the first piece. If a later piece fails, the
+        header has been sent already, so the client's connection is aborted. The client then
+        requests the remaining bytes, and gets the error as the answer."""
         at, end = _range(request, path, stat.size)
         headers = {"ETag": f'"{stat.tag}"'}
         if at == end:
@@ -217,8 +217,8 @@ class Relay:
     # ----------------------------------------------------------------- the upstream
 
     async def _stat(self, path: str, current: bool) -> Stat | None:
-        """Return the size and tag of a file. Those of a rank's file may be remembered ones, unless
-        they must be `current`."""
+        """Return the size and tag of a file. Unless `current`, a remembered answer may be used for
+        a rank's file."""
         asked, before = self._stats.get(path, (0.0, None))
         if not current and before and path.endswith(".h5") and time.monotonic() - asked < STAT_S:
             return before
@@ -226,7 +226,7 @@ class Relay:
         found = await self._wait(
             self._share(("stat", path), lambda: self._run(self._meta, self._upstream.stat, path))
         )
-        # With another manifest, the remembered sizes in its folder may be another version's.
+        # If a manifest has changed, remembered sizes in its folder may be those of older files.
         rewritten = path.endswith("manifest.json") and found != before
         if rewritten or len(self._stats) > _REMEMBERED:
             self._stats.clear()
@@ -234,6 +234,7 @@ class Relay:
         return found
 
     def _fetch(self, chunk: Chunk, fresh: bool) -> asyncio.Task:
+        """Return the flight for a chunk: a refresh if `fresh` and one is due, else a read."""
         refresh = (chunk, "fresh")
         due = time.monotonic() - self._refreshed.get(chunk, -FRESH_S) >= FRESH_S
         # All clients share a refresh in flight: until it ends, the cached chunk may be damaged.
@@ -242,6 +243,7 @@ class Relay:
         return self._share(chunk, lambda: self._read(chunk))
 
     async def _refresh(self, chunk: Chunk) -> bytes:
+        """Read a chunk from the upstream again, and cache it."""
         if (plain := self._flights.get(chunk)) is not None:
             await asyncio.wait([plain])  # Both would write the chunk's temporary file.
         data = await self._pull(chunk, True)
@@ -251,6 +253,7 @@ class Relay:
         return data
 
     async def _read(self, chunk: Chunk) -> bytes:
+        """Read a chunk from the cache or, if it isn't there, from the upstream."""
         data = await self._run(self._disk, self._cache.read, chunk)
         if data is None:
             return await self._pull(chunk, False)
@@ -258,6 +261,7 @@ class Relay:
         return data
 
     async def _pull(self, chunk: Chunk, fresh: bool) -> bytes:
+        """Read a chunk from the upstream, and cache it."""
         self.counters["pulls"] += 1
         begin, tag = chunk.index * CHUNK, chunk.stat.tag
         data = await self._run(
@@ -271,14 +275,14 @@ class Relay:
         return data
 
     def _share(self, key: Hashable, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
-        """Return the flight `key`; `call` begins it if there is none. It outlives its clients."""
+        """Return the flight `key`; `call` begins it if needed. It goes on if its clients leave."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.ensure_future(call())
-            flight.add_done_callback(lambda done: self._end(key, done))
+            flight.add_done_callback(lambda done: self._end_flight(key, done))
         return flight
 
-    def _end(self, key: Hashable, done: asyncio.Task) -> None:
+    def _end_flight(self, key: Hashable, done: asyncio.Task) -> None:
         del self._flights[key]
         if not done.cancelled() and isinstance(done.exception(), TransferError):
             self.counters["upstream_errors"] += 1
@@ -320,11 +324,11 @@ def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
 
 
 async def serve(
-    upstream: Source, cache: Cache, token: str, host: str, port: int, listens: Callable[[int], None]
+    upstream: Source, cache: Cache, token: str, host: str, port: int, report: Callable[[int], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `listens` is called with the port once the relay listens; port
-    0 chooses a free one. Raises `OSError` if it can't listen. When this returns, threads may still
-    be blocked in a dead mount."""
+    """Serve until SIGTERM or SIGINT. Calls `report` with the port once the relay listens; port 0
+    chooses a free one. Raises `OSError` if it can't listen. When this returns, threads may still be
+    blocked in a dead mount."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -333,7 +337,7 @@ async def serve(
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        listens(runner.addresses[0][1])
+        report(runner.addresses[0][1])
         check = asyncio.create_task(_check_upstream(relay))
         await stop.wait()
         check.cancel()
@@ -345,8 +349,8 @@ async def serve(
 
 
 async def _check_upstream(relay: Relay) -> None:
-    """Print at the start if the upstream can't be reached, before any client asks. It may become
-    reachable later."""
+    """Print a warning at the start if the upstream can't be reached, without waiting for a client.
+    It may become reachable later."""
     try:
         await relay.names("")
     except TransferError as error:

@@ -19,7 +19,7 @@ def ints(*tokens) -> np.ndarray:
 def draft(text: Text, tail: int) -> list[int]:
     """By one to whom drafts have always been right."""
     path, chances = np.zeros((2, MOST), np.int32), np.zeros(MOST)
-    overall = acceptance(begins=True)
+    overall = acceptance(prior=True)
     overall[:] = 1
     count = text.draft(tail, MOST, overall, path, chances)
     assert (np.diff(chances[:count]) <= 0).all() and (chances[:count] > 0).all()
@@ -63,7 +63,7 @@ def test_a_text_that_outgrows_its_room_forgets_nothing():
 
 
 def test_chances_follow_what_was_accepted_in_the_group():
-    text, overall = Text(), acceptance(begins=True)
+    text, overall = Text(), acceptance(prior=True)
     path, chances = np.zeros((2, MOST), np.int32), np.zeros(MOST)
     tail = text.begin(ints(1, 2, 3, 4, 5, 1, 2))
     count = text.draft(tail, MOST, overall, path, chances)
