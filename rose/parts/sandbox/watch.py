@@ -2,11 +2,10 @@
 
 Files: the overlay's upper layer is in memory. A change of content, attributes or links sets the
 inode's ctime, which no program can choose. A change of names sets the folder's ctime. So a folder
-is read again only if its own ctime changed or inotify reported one of its files. One kind of write
-changes no time: through a memory map, to a page that was read before (measured, Linux 6.18).
-inotify reports when a file that was open for writing is closed. Such files, and files that living
-processes have mapped, are `unsure`: a copy of their content may be stale although their times are
-the same. Without inotify, every look reads all folders and can't exclude a change.
+is read again only if its own ctime changed or inotify reported one of its files. A write through a
+memory map to a page that was read before changes no time (measured, Linux 6.18). Therefore files
+that a process has mapped, or closed after writing, are `unsure`: a copy may be stale although their
+times are the same. Without inotify, every look reads all folders and can't exclude a change.
 
 Processes: a process that was neither started nor scheduled has done nothing itself. Other processes
 can change its priority and limits, its open files without a name, and its pipes, terminals and

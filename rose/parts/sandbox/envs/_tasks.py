@@ -31,6 +31,9 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Task:
+    """A task. `image`: its root file system, None for the host's. `agent_s`, `verifier_s`: most
+    seconds of the episode and of the tests. `limits`: fields of `sandbox.Limits` that it sets."""
+
     name: str
     folder: Path
     instruction: str
@@ -38,9 +41,7 @@ class Task:
     workdir: str = "/app"
     agent_s: float = TIMEOUT_S
     verifier_s: float = TIMEOUT_S
-    limits: tuple[
-        tuple[str, float], ...
-    ] = ()  # fields of rose.parts.sandbox.Limits that the task sets
+    limits: tuple[tuple[str, float], ...] = ()
     digest: str = ""  # the folder's digest when it was read
 
     def verify(self) -> None:
@@ -66,8 +67,9 @@ class Task:
 
 @functools.lru_cache(16)
 def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Return (training, held-out) tasks of a folder: from its folders train and held_out, or split
-    by the hash of their names. Raises `ConfigError` that names the broken tasks."""
+    """Return the training and the held-out tasks of a folder. If it has no folders train and
+    held_out, its tasks are split by the hashes of their names. Raises `ConfigError` that names the
+    broken tasks."""
     root = Path(place)
     if not root.is_dir():
         raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
@@ -90,7 +92,8 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in it that may be tasks. Hidden ones, as a checkout's .git, are not."""
+    """Return the subfolders that may be tasks: all but hidden folders, such as a checkout's
+    .git."""
     return [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
 
 
@@ -106,8 +109,8 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     return words if both else ""
 
 
-def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
-    """Return a warning about images whose top folder has files of other users, else "". Sandboxes
+def foreign_files_doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
+    """Return a warning about images whose top folder has files of other users, else "". A sandbox
     without root can't change such files."""
     user = os.geteuid()
     images = {task.image: task.name for task in (*train, *held_out) if task.image and user}
@@ -120,15 +123,15 @@ def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     return words if found else ""
 
 
-@functools.cache  # Each trajectory makes an environment of its own.
+@functools.cache  # one environment per trajectory
 def _all_of(user: int, image: str) -> bool:
-    """True if all entries of a folder belong to the user."""
+    """True if all entries of the folder `image` belong to the user."""
     with os.scandir(image) as entries:
         return all(entry.stat(follow_symlinks=False).st_uid == user for entry in entries)
 
 
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
-    """Return a task; None, and add the error to `broken`, if it can't be read."""
+    """Return a task. If it can't be read, add the error to `broken` and return None."""
     name = str(folder.relative_to(root))
     try:
         return _task(folder, name)
@@ -146,6 +149,7 @@ def _text(path: Path) -> str:
 
 
 def _task(folder: Path, name: str) -> Task:
+    """Read and check a task's folder. Raises OSError, and ValueError that names the fault."""
     instruction = _text(folder / "instruction.md").strip()
     if not instruction:
         raise ValueError("no instruction.md, or an empty one")
@@ -165,7 +169,8 @@ def _task(folder: Path, name: str) -> Task:
             raise ValueError(f"task.toml: {part}={read[part]!r}: a table, [{part}]")
     environment = read.get("environment", {})
     rootfs = folder / "environment/rootfs"
-    if rootfs.is_dir():  # lexists, as bin may be a link that is valid only inside the image
+    if rootfs.is_dir():
+        # lexists, because bin may be a link that is valid only inside the image.
         if not any(os.path.lexists(rootfs / name / "bash") for name in ("bin", "usr/bin")):
             raise ValueError("environment/rootfs has no /bin/bash, which runs commands and tests")
     else:
