@@ -211,6 +211,6 @@ class Shell(Protocol):
         each file in `collect`."""
 
     def captures(self) -> dict[str, str]:
-        """Return kind of capture (capture.py) -> why it doesn't work here; "" if it works."""
+        """Return a mapping: kind of capture (capture.py) -> why it doesn't work here, else ""."""
 
     async def close(self) -> None: ...

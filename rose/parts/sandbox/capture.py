@@ -1,7 +1,7 @@
 """Capture the state of a running sandbox in a folder, and restore sandboxes from it.
 
     about.json    backend, kind, spec, running programs; written last, to complete the capture
-    listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
+    listing.json  files that differ from the initial root, with their contents in data/N (layer.py)
     image/        the processes as CRIU wrote them (kind "process"); with gvisor the files, too
     last_pid      the newest process id; new processes of a restored sandbox get higher ones
     shell         the session's state as a script (replay.py), used if its process isn't restored
@@ -137,8 +137,8 @@ def _image_sizes(folder: Path) -> dict[str, int]:
 
 
 def _take_ownership(folder: Path, root: bool) -> None:
-    """Make this user the owner of a capture's files, and let restored sandboxes read them, which
-    have other users. `folder` itself stays private. Without `root` there is only one user."""
+    """Make this user the owner of a capture's files, and let every user read them, because restored
+    sandboxes have other users. `folder` itself stays private. Without `root`, all have one user."""
     if not root:
         return
     os.chmod(folder, 0o700)
@@ -158,7 +158,7 @@ async def restore(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Pi
 
 
 async def _restore_namespaces(saved: Saved, keeper: Keeper) -> Namespaces:
-    """Restore a sandbox with `namespaces`. If `saved` is of kind "files", it has no session yet.
+    """Restore a sandbox with `namespaces`. After kind "files", the sandbox has no session yet.
     Raises `SandboxError`."""
     program = criu.order() if saved.kind == PROCESS else None
     try:
@@ -269,8 +269,8 @@ def read(folder: Path, kind: str | None) -> Saved:
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
     if saved.backend not in (NAME, gvisor.NAME):
         raise SandboxError(f"{folder}: captured with {saved.backend!r}, which this ROSE has not")
-    separable = saved.backend != gvisor.NAME  # files from processes, at a restore
-    if kind not in ((None, FILES, saved.kind) if separable else (None, saved.kind)):
+    restores_files_alone = saved.backend != gvisor.NAME
+    if kind not in ((None, FILES, saved.kind) if restores_files_alone else (None, saved.kind)):
         raise SandboxError(
             f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r} with {saved.backend}"
         )

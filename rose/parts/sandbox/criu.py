@@ -55,7 +55,7 @@ def prefix() -> Path:
 
 
 def find() -> Program:
-    """Return the installed CRIU, for which each process searches once. Raises `SandboxError`."""
+    """Return the installed CRIU. The search runs once per process. Raises `SandboxError`."""
     found = _find()
     if isinstance(found, str):
         raise SandboxError(found)
@@ -330,7 +330,7 @@ def decode(data: bytes) -> dict[int, Any]:
     found: dict[int, Any] = {}
     at = 0
 
-    def number() -> int:
+    def read_varint() -> int:
         nonlocal at
         value = shift = 0
         while True:
@@ -341,11 +341,11 @@ def decode(data: bytes) -> dict[int, Any]:
 
     try:
         while at < len(data):
-            key = number()
+            key = read_varint()
             if key & 7 == 0:
-                found[key >> 3] = number()
+                found[key >> 3] = read_varint()
             elif key & 7 == 2:
-                size = number()
+                size = read_varint()
                 found[key >> 3], at = data[at : at + size], at + size
                 if at > len(data):
                     raise IndexError

@@ -349,6 +349,7 @@ class Engine:
                 return {"error": self.stopped}
 
     def _on_saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        """Queue a capture for the shared store, because it is in the local store now."""
         self._raw -= ticket.raw
         self._remove(ticket.folder)
         ticket.packed_bytes, ticket.tries = answer["written"], 0
@@ -361,6 +362,7 @@ class Engine:
             self._waiting["copy"].append(ticket)
 
     def _on_copied(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        """Count a capture that is in the shared store now, and order the removal of older turns."""
         self.counters.stored += 1
         self.counters.stored_bytes += answer["written"]
         self.counters.lag_s += time.monotonic() - ticket.taken
@@ -372,6 +374,7 @@ class Engine:
             self._order_removal(order)
 
     def _on_failure(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
+        """Log that a capture could not be stored, or stop checkpointing if its folder is full."""
         words = answer["error"]
         self.counters.failed += 1
         if not self.refused(words, shared=stage == "copy"):

@@ -30,6 +30,7 @@ class Runsc:
 
     @staticmethod
     def prepare(spec: Spec, folder: Path) -> None:
+        """Write the container's bundle, which runsc reads."""
         for name in ("state", "bundle", "bundle/root"):
             (folder / name).mkdir()
         (folder / "bundle" / "config.json").write_text(

@@ -108,7 +108,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
         os.makedirs(root + each["target"], exist_ok=True)
         kernel.bind(each["source"], root + each["target"], read_only=True)
     for name in ("dev", "proc", "run", "tmp", "root"):
-        # With a link of the agent's, the folder would be mounted elsewhere.
+        # If the agent has made a link of it, the file system would be mounted elsewhere.
         if name in ("dev", "proc", "run") and os.path.islink(f"{root}/{name}"):
             os.unlink(f"{root}/{name}")
         if not os.path.lexists(f"{root}/{name}"):
@@ -144,8 +144,8 @@ def guard(folder: str) -> None:
 
 
 def mount_devices(folder: str) -> None:
-    """Mount /dev on `folder`, read-only except /dev/shm. Captures can't include other files of it,
-    so an agent must not write them."""
+    """Mount /dev on `folder`, read-only except /dev/shm. Captures include no other files of /dev,
+    so an agent must not be able to write any."""
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
         with open(f"{folder}/{name}", "w", encoding="utf-8"):
@@ -270,7 +270,8 @@ class Init:
         return {}
 
     def reap(self) -> None:
-        """Collect ended children, and report to the host what it has to know about them."""
+        """Collect ended children. Report to the host if the session has ended, or if a child was
+        killed before it opened a file."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -356,9 +357,9 @@ class Init:
 
 
 def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
-    """Give new processes ids above `last`. A restored process must get the id that it had at its
-    capture. The processes that restore a capture run first and get low ids. So the ids above are
-    still free, and Linux never gives out the low ids again."""
+    """Give new processes ids above `last`. Ids up to `LOW_NUMBERS` are left to the processes that
+    carry out a restore, so that each restored process finds its own id free. Linux assigns these
+    low ids only once."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,

@@ -1,13 +1,14 @@
 """The process that creates an environment host's sandboxes and cleans up after them.
 
-    python -m rose.parts.sandbox.keeper SOCKET    `namespaces.Keeper` starts it; a file descriptor
+    python -m rose.parts.sandbox.keeper SOCKET
 
-It is small and has one thread, so that it can fork a sandbox in a millisecond. All mounts are in
-mount namespaces of the keeper and the sandboxes, so they vanish when these processes end in any
-way. When the host ends, its socket closes, and the keeper ends the sandboxes. When the keeper is
-killed, the parent-death signal kills the sandboxes. Only control groups can remain, and the next
-keeper removes them. With root, a sandbox's users are mapped to host users that no other sandbox has
-(users.py). Without root, its only user is the keeper's own.
+`namespaces.Keeper` starts it; SOCKET is a file descriptor. It is small and has one thread, so that
+it can fork a sandbox in a millisecond. All mounts are in mount namespaces of the keeper and the
+sandboxes, so they vanish when these processes end in any way. When the host ends, its socket
+closes, and the keeper ends the sandboxes. When the keeper is killed, the parent-death signal kills
+the sandboxes. Only control groups can remain, and the next keeper removes them. With root, a
+sandbox's users are mapped to host users that no other sandbox has (users.py). Without root, its
+only user is the keeper's own.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Keeper:
         if first == 0:
             try:
                 reset_signals()
-                # The kernel counts what a namespace's users have for the namespace's creator.
+                # The kernel counts resources of a namespace's users for its creator, too.
                 if user:
                     kernel.become(user)
                 kernel.unshare(NEW_NAMESPACES)

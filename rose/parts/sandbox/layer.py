@@ -25,7 +25,7 @@ from typing import Any
 
 SHARED = "dev/shm"
 # File times have the resolution of the kernel's clock tick. So a write soon after the capture may
-# not change them. A ctime younger than this is recorded as 0, which the next capture takes as
+# not change them. A ctime younger than `TICK_NS` is recorded as 0, which the next capture takes as
 # changed. The value is twice the longest tick, 10 ms (CONFIG_HZ=100).
 TICK_NS = 20_000_000
 KINDS = {
@@ -244,7 +244,8 @@ class Filler:
 
 
 def mapped() -> frozenset[int]:
-    """Return the inodes of files that processes have mapped, so that writes change no times."""
+    """Return the inodes of files that processes have mapped for writing. Such writes change no
+    times."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit():

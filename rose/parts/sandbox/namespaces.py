@@ -28,7 +28,8 @@ START_S = 30.0  # seconds for the keeper or a sandbox to start on a busy machine
 CHECK_FLOOD_BYTES = 16 << 20  # most output of a check before it is stopped
 ANSWER_BYTES = 64 << 20  # most bytes of a result
 MOST_FILES = 65_536  # open files of this process: four per sandbox, above init.MOST_FILES
-# Errors about a file, its path or its disk, for the agent. All others are failures of the sandbox.
+# Errors about a file, its path or its disk, which the agent gets. All others are failures of the
+# sandbox.
 OF_FILES = {
     errno.EACCES, errno.EBUSY, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR,
     errno.ELOOP, errno.ENAMETOOLONG, errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR,
@@ -39,7 +40,7 @@ BEGIN_AT_ONCE = 8  # starts of sandboxes; the keeper's socket holds a hundred or
 ORDER_S = 30.0  # seconds for an answer of process 1, which takes milliseconds
 IDLE_S = 1.0  # seconds for the answer to `idle`, which is optional
 KILLED_S = 10.0  # seconds that killed processes have to end
-KILLED_POLL_S = 0.05  # seconds between two attempts to begin a check after that
+KILLED_POLL_S = 0.05  # seconds between two attempts to begin a check
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -167,7 +168,8 @@ class Keeper:
                 raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
             finally:
                 theirs.close()
-            try:  # with other starts before it, as the keeper starts one sandbox at a time
+            # `START_S` includes earlier starts, because the keeper starts one sandbox at a time.
+            try:
                 await asyncio.wait_for(made.ready(), START_S)
                 if saved is None:
                     await made.restart(None)
@@ -250,7 +252,7 @@ class Namespaces:
     async def restart(self, cwd: str | None) -> None:
         try:
             await self._order(do="end")
-            for fd in (self.commands, self.output, self.codes):  # no process is left that writes
+            for fd in (self.commands, self.output, self.codes):  # no longer written by any process
                 with contextlib.suppress(BlockingIOError):
                     while os.read(fd, 1 << 16):
                         pass

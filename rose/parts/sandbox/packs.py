@@ -167,7 +167,7 @@ class Pack:
         return self._last[1]
 
     def read(self, first: int, count: int) -> Iterator[tuple[int, bytes]]:
-        """Yield `count` chunks from number `first` on, in parts: (chunks in the part, their
+        """Yield `count` chunks from number `first` on, in parts: (number of chunks, their
         data)."""
         if first < 0 or first + count > len(self.hashes):
             raise StoreDamaged(f"{self.path}: has no chunks {first} to {first + count}")

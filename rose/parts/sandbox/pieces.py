@@ -127,7 +127,7 @@ class ManifestWriter:
             extents.append((pack, number, count))
 
     def finish(self, sync: bool) -> ManifestWriter:
-        """Finish the pack, and list the packs that the files use in the manifest."""
+        """Finish the pack, and list in the manifest which packs its files use."""
         if self.hashes:
             self.name, self.made.written = self.writer.finish(sync)
         used = sorted({e[0] for _, extents in self.made.files.values() for e in extents} - {HOLE})

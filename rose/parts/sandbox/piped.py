@@ -245,7 +245,8 @@ class Piped:
         loop = asyncio.get_running_loop()
         for fd in (self.commands, self.output, self.codes):
             if fd >= 0:
-                # A leftover reader would block the next session's, whose pipe may get this number.
+                # Leftover readers would disturb the next session, whose pipes may get these
+                # numbers.
                 loop.remove_reader(fd)
                 loop.remove_writer(fd)
                 os.close(fd)

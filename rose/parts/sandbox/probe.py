@@ -123,7 +123,7 @@ async def _describe(name: str) -> Found:
 
 
 def choose(backend: str = AUTO) -> Found:
-    """Start a sandbox with `backend`, or with each backend until one works, and return that one.
+    """Start a sandbox with `backend`, or with each backend until one works. Return this backend.
     Its `lacking` includes why the earlier backends don't work. Call this in a thread without an
     event loop. Raises `SandboxError`."""
     problems = []

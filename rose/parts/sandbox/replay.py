@@ -57,7 +57,7 @@ def script(said: bytes) -> str:
     # Functions may contain patterns that bash reads only with extglob. "options" restores extglob.
     lines = ["builtin shopt -s extglob"]
     for name, text in made.items():
-        # bash reads a group as a whole, so no alias of the group applies to it.
+        # bash reads a group as a whole, so aliases that the group defines don't apply in it.
         whole = shlex.quote(f"{{\n{text}\nbuiltin :\n}}")
         lines.append(f"builtin eval {whole} >/dev/null 2>&1 || {SAY.format(name)}")
     return "\n".join(["{", *lines, SAY.format("end"), "}\n"])

@@ -203,8 +203,8 @@ class Sandbox:
     async def _settle(
         self, running: _RunningCommand, ticks: int, wait_s: float
     ) -> tuple[str, bool]:
-        """Stop the command or restart the session, if the session can't take a command. Return a
-        text about what was done, and whether the session is a new one. `ticks`: the command's
+        """If the session can't take the next command, stop the running one or restart the session.
+        Return a text about what was done, and whether the session is new. `ticks`: the command's
         start, in clock ticks after boot."""
         if running.done.done() and running.stopped is None:
             return "", False

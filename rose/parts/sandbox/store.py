@@ -116,8 +116,8 @@ class Store:
         return made
 
     def _whole_listing(self, capture: Path, before: Manifest | None) -> tuple[bytes, dict]:
-        """Return the listing with a data name for every regular file. For files that the capture
-        left out, also return a mapping: data name -> data name in `before`."""
+        """Return the listing, with the field `data` set for every regular file. For files that the
+        capture left out, also return a mapping: their `data` -> `data` in `before`."""
         raw = (capture / LISTING).read_bytes()
         entries = json.loads(raw)
         missing = [
@@ -330,7 +330,7 @@ class Store:
 
     def forget(self, name: str, keep: int = 0, upto: int | None = None) -> None:
         """Remove the manifests of `name`, except the newest `keep`. With `upto`, consider only
-        turns up to that one. `collect` later removes the packs that are no longer used."""
+        turns up to `upto`. `collect` later removes the packs that are no longer used."""
         own = self._name_path(name)
         with self._locked(fcntl.LOCK_SH), contextlib.suppress(FileNotFoundError):
             numbers = sorted(int(n) for n in os.listdir(own) if n.isdigit())

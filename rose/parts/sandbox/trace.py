@@ -52,7 +52,7 @@ def ptrace(request: int, task: int, data: int = 0) -> None:
 
 
 def tasks(spare: set[int]) -> set[int]:
-    """Return the threads of all processes in /proc, except `spare` and dead ones."""
+    """Return the threads of all processes in /proc except `spare`."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in spare:

@@ -1,4 +1,4 @@
-"""Find unread data in the pipes, terminal_too_full and sockets of a sandbox, from its process 1.
+"""Find unread data in the pipes, terminals and sockets of a sandbox, from its process 1.
 
 Such data belongs to no file and to no process's memory, so only a process image contains it. Only
 unix, TCP and UDP sockets matter: others can't be created in a sandbox, or hold no data.
@@ -32,8 +32,8 @@ INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 def waiting(pid: int, number: int) -> int:
     """Return the number of unread bytes in the pipe or terminal that a process has open as
-    `number`. Its descriptor is borrowed, because opening the pipe again would wake processes that
-    wait for it. Raises OSError."""
+    `number`. Its descriptor is duplicated, because opening the pipe again would wake processes
+    that wait for it. Raises OSError."""
     fd = kernel.duplicate(pid, number)
     try:
         return bytes_in(fd)
@@ -97,7 +97,7 @@ def sockets() -> set[int]:
 
 
 def _internet(kinds: tuple[str, ...]) -> set[int]:
-    """Return these inodes for the kinds of internet sockets `kinds`, from /proc/net."""
+    """Return inodes of internet sockets with unread data. `kinds`: their files in /proc/net."""
     found = set()
     for kind in kinds:
         with (
@@ -113,7 +113,7 @@ def _internet(kinds: tuple[str, ...]) -> set[int]:
 
 
 def _unix() -> set[int]:
-    """Return these inodes for unix sockets in this network namespace, from sock_diag(7)."""
+    """Return inodes of unix sockets with unread data or waiting connections, by sock_diag(7)."""
     everything = 0xFFFFFFFF
     with socket.socket(
         socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG

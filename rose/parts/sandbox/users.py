@@ -4,7 +4,7 @@ With root, each sandbox has a range of host users that no other sandbox of the m
 sandboxes don't share the resources that the kernel limits per user: file descriptors in flight
 (SCM_RIGHTS), instances and watches of inotify, fanotify and epoll, pages of pipes, pending signals.
 Without root, all sandboxes run as the user who started them, and share that user's resources. Then
-only `kernel.limit_watches` bounds what a sandbox takes of them.
+only `kernel.limit_watches` bounds a sandbox's part of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 
 from rose.parts.sandbox import kernel
 
-FIRST = 1_593_835_520  # a user in 524288 to 1879048191, systemd's range for containers
+FIRST = 1_593_835_520  # within systemd's range for containers, 524288 to 1879048191
 COUNT = 65_536  # users in a range
 RANGES = 4_352  # ranges up to user 1879048191
 

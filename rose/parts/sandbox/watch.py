@@ -109,7 +109,8 @@ class Layer:
         return changed, sorted(filter(self._is_known, closed))
 
     def _folder(self, path: str, reported: bool) -> tuple[Folder, str | None]:
-        """Return the folder and its `difference`. Read the folder only if it may have changed."""
+        """Return the folder and its `difference` from before. Read the folder only if it may have
+        changed."""
         status = os.stat(path or ".", dir_fd=self.root, follow_symlinks=False)
         old = self.known.get(path)
         same = old is not None and old.own[0] == status.st_ino
@@ -401,7 +402,7 @@ class Watch:
         return self.events + new
 
     def resume(self) -> None:
-        """Ignore what a capture did to processes."""
+        """Have the next `look` ignore what a capture did to processes."""
         self.processes.resume()
         self.events = self.written.others(self._events())
 

@@ -1,7 +1,7 @@
 """Work of the keeper's children in a sandbox's namespaces: the start of a check (check.py), a
 capture, and a restore of captured processes.
 
-A child of the keeper joins the namespaces and forks another child. This one does the work and
+A child of the keeper joins the namespaces and forks another child. The latter does the work and
 writes the result as JSON to a pipe of the host. When the host closes its end of the pipe, for
 example at a deadline, both are killed.
 """
@@ -144,8 +144,8 @@ def _report_failure(to: int, work: Callable[[], None]) -> None:
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """Return the result that reports `error`. `full` in it: a resource was used up, perhaps by the
-    agent."""
+    """Return the result that reports `error`. Its field `full` is True if a resource was used up,
+    perhaps by the agent."""
     full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
     words = str(error) if isinstance(error, CriuError) else f"{type(error).__name__}: {error}"
     return {"failed": words[:FAILURE_BYTES], "full": full}

@@ -66,7 +66,7 @@ UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "
 
 
 class Terminal:
-    """The environment. An episode has a task of the folder `tasks`, or of the ladder's `rungs` if
+    """An environment whose episodes are tasks of the folder `tasks`, or `rungs` of the ladder if
     `tasks` is "ladder". `edit_file` and `undo` add these tools. A command may take `command_s`
     seconds and show `output_bytes`. The reward is the tests' verdict, and 1 or more is a success.
     Raises `ConfigError`."""
@@ -195,10 +195,12 @@ class Terminal:
         return f"task {self._task_of(seed).name}" if self.tasks is not None else ""
 
     def starts(self) -> Iterator[tuple[str, Start]]:
+        """Yield the name and the first messages of every task."""
         for task in dict.fromkeys(chain(*(self.tasks or ()))):
-            yield f"task {task.name}", self._start(SYSTEM.format(task.workdir), task.instruction)
+            system = SYSTEM.format(task.workdir)
+            yield f"task {task.name}", self._first_messages(system, task.instruction)
 
-    def _start(self, system: str, instruction: str) -> Start:
+    def _first_messages(self, system: str, instruction: str) -> Start:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
         return Start(messages, list(self.tools.values()))
 
@@ -224,7 +226,7 @@ class Terminal:
         self._states = _undo.Undo() if self.undo else None
         self._until, self._shown = time.monotonic() + time_s, ""
         await self._start_checkpoints()
-        return self._start(system, instruction)
+        return self._first_messages(system, instruction)
 
     async def step(self, action: Action) -> Step:
         call, before = action.call, self.box
@@ -240,7 +242,7 @@ class Terminal:
         return made
 
     async def _act(self, action: Action) -> Step:
-        """Carry out an action, without a record for checkpoints."""
+        """Carry out an action. `step` adds the records for checkpoints."""
         call = action.call
         if call is None:
             return await self.end()
@@ -283,7 +285,7 @@ class Terminal:
     checkpoint_store = staticmethod(open_store)
 
     def keep_checkpoints(self, store: HostStore, name: str) -> None:
-        """Enable `checkpoint` and `resume` (base.py), with checkpoints as `name` in the store."""
+        """Enable `checkpoint` and `resume` (base.py). Checkpoints are stored under `name`."""
         self._store = (store, name)
         self.checkpoint, self.resume = self._checkpoint, self._resume
 
@@ -395,7 +397,7 @@ class Terminal:
         task.verify()
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
-        if done.code is None or done.code < 0:  # a killer may have faked the verdict, too
+        if done.code is None or done.code < 0:  # killed, so the verdict may be faked
             return done, 0.0
         written = done.files.get(VERDICT)
         if written is None:
