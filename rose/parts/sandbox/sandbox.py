@@ -342,8 +342,8 @@ class _RunningCommand:
 
 
 class _Account(_RunningCommand):
-    """A request for the session's state. The session writes it into the pipe of exit codes, with a
-    NUL at its end, because programs in the background may write into the pipe of output."""
+    """A request for the session's state. The session writes the state into the pipe of exit codes,
+    because background programs may write into the pipe of output. A NUL ends the state."""
 
     def begin(self, data: bytes) -> None:
         self._left = data

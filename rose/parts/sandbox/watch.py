@@ -109,8 +109,7 @@ class Layer:
         return changed, sorted(filter(self._is_known, closed))
 
     def _folder(self, path: str, reported: bool) -> tuple[Folder, str | None]:
-        """Return the folder and its `difference` from before. Read the folder only if it may have
-        changed."""
+        """Return the folder and how it differs from before. Read it only if it may have changed."""
         status = os.stat(path or ".", dir_fd=self.root, follow_symlinks=False)
         old = self.known.get(path)
         same = old is not None and old.own[0] == status.st_ino
