@@ -129,8 +129,8 @@ def enclose(at: str, of_image: dict[str, bytes | None], paths: Iterable[str]) ->
     """Change to a new root with the entries of the present root. It is mounted at `at` first.
 
     Entries that match `SETTINGS` are left out, except the first folders of `paths` and the entries
-    in `of_image`. If `of_image` has a file's content, the file is written with this content. Entries
-    that the agent's processes add later, or remove during this call, don't appear."""
+    in `of_image`. If `of_image` has a file's content, the file is written with this content.
+    Entries that the agent's processes add later, or remove during this call, don't appear."""
     kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     needed = {*of_image, *OWN, *GUARDED, *(path.strip("/").split("/")[0] for path in paths)}
     entries = [e for e in os.scandir("/") if e.name in needed or not is_setting(e.name)]

@@ -67,8 +67,8 @@ def enter(
 
 
 def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:
-    """Capture a sandbox. `fds`: the upper layer, the folders for contents and for CRIU's images, the
-    files of the new and of an earlier listing, and the pipe for the result."""
+    """Capture a sandbox. `fds`: the upper layer, the folders for contents and for CRIU's images,
+    the files of the new and of an earlier listing, and the pipe for the result."""
     upper, data, images, listing, since, to = fds
     opened = _open_criu(order, cache, to)
 
