@@ -99,9 +99,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Spec:
-    """Specification of a new sandbox. `image`: folder of a root file system, which no sandbox
-    changes; None: the host's system folders, read-only. Sessions start in `workdir`, which is
-    created if it is missing."""
+    """Specification of a new sandbox. `image`: folder of a root file system, which is not changed;
+    None: the host's system folders, read-only. `workdir` is created; sessions start there."""
 
     image: str | None = None
     workdir: str = "/app"
@@ -154,9 +153,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The outcome of a program that ran outside of the session, as a check does. `code`: exit code;
-    None if it was stopped. `output`: the first bytes that it printed. `files`: path -> content, of
-    the requested files that exist."""
+    """The outcome of a program outside of the session, such as a check. `code`: exit code; None if
+    it was stopped. `output`: its first bytes. `files`: path -> content of a requested file."""
 
     code: int | None
     output: str
@@ -164,8 +162,7 @@ class Fresh:
 
 
 class Shell(Protocol):
-    """A running sandbox of a backend. The three file descriptors are non-blocking. `restart` may
-    replace them."""
+    """A running sandbox. The file descriptors are non-blocking, and `restart` may replace them."""
 
     keeps_files: bool  # True if files survive `restart`
     commands: int  # write end: commands, each ended by NUL
@@ -184,11 +181,10 @@ class Shell(Protocol):
         session's bash. Return False if this backend can't."""
 
     async def idle(self) -> bool:
-        """Return whether the session has read all commands and waits for the next one; False if
-        this backend can't find out."""
+        """Return whether the session waits for its next command; False if that is unknown here."""
 
     async def cwd(self) -> str | None:
-        """Return the session's working directory; None if it can't be found out."""
+        """Return the session's working directory; None if it is unknown."""
 
     async def look(self) -> dict[str, Any]:
         """Return what changed since the last call (`watch.Watch.look`). Raises OSError if that
@@ -206,9 +202,8 @@ class Shell(Protocol):
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
-        """Run `argv` out of reach of the session's processes, for `wait_s` seconds at most. First
-        unpack the tar `files` in the folder `at`. Return at most `limit` bytes of the output and of
-        each file in `collect`."""
+        """Run `argv` hidden from the session, for `wait_s` at most. The tar `files` is unpacked in
+        `at`. Return at most `limit` bytes of output and of each file in `collect`."""
 
     def captures(self) -> dict[str, str]:
         """Return a mapping: kind of capture (capture.py) -> why it doesn't work here, else ""."""

@@ -158,8 +158,7 @@ async def restore(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Pi
 
 
 async def _restore_namespaces(saved: Saved, keeper: Keeper) -> Namespaces:
-    """Restore a sandbox with `namespaces`. After kind "files", the sandbox has no session yet.
-    Raises `SandboxError`."""
+    """Restore a sandbox with `namespaces`; after kind "files" it has no session yet."""
     program = criu.order() if saved.kind == PROCESS else None
     try:
         await asyncio.to_thread(_take_ownership, saved.folder, keeper.root)
@@ -188,8 +187,7 @@ async def _restore_namespaces(saved: Saved, keeper: Keeper) -> Namespaces:
 
 
 async def tried(shell: Namespaces, keeper: Keeper) -> str:
-    """Capture the new sandbox `shell` with its processes, and restore it. Return why that fails; ""
-    if it works."""
+    """Capture a new sandbox and restore it. Return why this fails with processes, else ""."""
     if problem := shell.captures()[PROCESS]:
         return problem
     with tempfile.TemporaryDirectory(prefix="rose-capture-") as top:
@@ -218,8 +216,7 @@ class Saved:
     lost: list[str] = field(default_factory=list)  # descriptions of state that no capture keeps
 
     def check_images(self) -> None:
-        """Raise `SandboxError` if an image is missing or cut short, because CRIU would wait for its
-        missing pages for ever."""
+        """Raise `SandboxError` if an image is cut short: CRIU would wait for ever for its end."""
         for name, size in self.images.items():
             path = self.folder / "image" / name
             found = path.stat().st_size if path.is_file() else 0
@@ -249,8 +246,7 @@ def write_about(folder: Path, about: dict[str, Any], spec: Spec) -> None:
 
 
 def read(folder: Path, kind: str | None) -> Saved:
-    """Return the capture in `folder`, to be restored as `kind` (None: as it was captured). Raises
-    `SandboxError`."""
+    """Read a capture, to be restored as `kind` (None: its own kind). Raises `SandboxError`."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if about["format"] != FORMAT:

@@ -35,8 +35,7 @@ FILES = {  # controller -> file of its limit in v1 and in v2
 
 
 def began(pid: int | str) -> int | None:
-    """Return when a process was started, in clock ticks after boot. None if there is no such
-    process, or if it is a zombie."""
+    """Return a process's start in clock ticks after boot; None if it has ended or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -87,8 +86,7 @@ class Groups:
                 self.why.setdefault(name, "this kernel or container has no such control group")
 
     def _try(self, folder: Path, names: str, v2: bool) -> None:
-        """Add `folder` to `parents` if groups can be created there, else note why not. `names`: its
-        controllers in version 1."""
+        """Add `folder` to `parents`, or note why not. `names`: its controllers in version 1."""
         controllers = tuple(n for n in names.split(",") if n in CONTROLLERS)
         if not v2:
             if controllers and os.access(folder, os.W_OK):

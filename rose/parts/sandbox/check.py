@@ -90,8 +90,7 @@ def _serve(
                 os._exit(127)
         os.close(output)
         code = None
-        # Wait for the program, and reap its orphans meanwhile.
-        while code is None:
+        while code is None:  # also for orphans, which are reaped here
             ended, status = os.waitpid(-1, 0)
             code = os.waitstatus_to_exitcode(status) if ended == pid else None
         # The tested code may have left processes that still write files.
@@ -115,7 +114,7 @@ def initial_entries(image: str) -> dict[str, bytes | None]:
     for entry in os.scandir(image):
         found[entry.name] = None
         if is_setting(entry.name) and entry.is_file(follow_symlinks=False):
-            # If the file can't be read here, the check gets the sandbox's file.
+            # Without permission, the check gets the sandbox's file.
             with contextlib.suppress(PermissionError), open(entry.path, "rb") as file:
                 found[entry.name] = file.read()
     return found
@@ -181,8 +180,7 @@ def pack(folder: str) -> bytes:
 
 
 def unpack(tar: bytes, folder: str) -> None:
-    """Unpack a tar from `pack` in `folder`. Raises ValueError if it contains anything but files
-    below `folder`."""
+    """Unpack a tar from `pack`. Raises ValueError if it has more than files below `folder`."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as packed:
         for member in packed:
             inside = PurePosixPath(member.name)

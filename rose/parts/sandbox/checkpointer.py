@@ -76,8 +76,7 @@ class Checkpointer:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there are {', '.join(POLICIES)}")
         self.box, self.engine, self.name, self.policy = box, engine, name, policy
-        # The life distinguishes this sandbox from earlier sandboxes of its name. It must be greater
-        # than their lives, even if this host's clock is behind.
+        # Lives of a name must grow, even if this host's clock is behind an earlier host's.
         self.life = max(time.time_ns(), origin.life + 1 if origin else 0)
         self._inspector = Inspector(box)
         self._points: dict[int, _Point] = {}  # turn -> the capture that has its state
@@ -85,8 +84,8 @@ class Checkpointer:
         self._parent = (origin.name, origin.turn) if origin else None
         self._last: _Point | None = None  # the newest capture
         self._last_listing: Listing | None = None  # the newest capture's listing
-        # Least kind of the next capture; a turn that changes more raises it. At first FILES is
-        # enough, even for a restored sandbox, because its processes are already stored.
+        # Least kind of the next capture; a turn that changes more raises it. FILES is enough at
+        # first: a restored sandbox's processes are already stored.
         self._due_kind = FILES
         # Files that the next capture copies even if they look unchanged; None: all files.
         self._unsure: set[str] | None = set()
@@ -98,8 +97,7 @@ class Checkpointer:
         self.stats = dict.fromkeys((*ORDER, "skipped", "seconds", "raw_bytes", "bytes"), 0)
 
     async def begin(self) -> None:
-        """Inspect the sandbox's present state, with which the first turn is compared. Raises
-        `SandboxError`."""
+        """Inspect the state with which the first turn is compared. Raises `SandboxError`."""
         # The clock may have stepped back since an earlier episode of this name was stored.
         stored = await asyncio.to_thread(self.engine.store.newest_life, self.name)
         self.life = max(self.life, stored + 1)
@@ -149,15 +147,13 @@ class Checkpointer:
         return Change(PROCESS if self.policy == FULL else FILES, self.policy, None)
 
     def _start_over(self) -> None:
-        """Make the next capture complete, because the capture that it would refer to was not stored
-        or is of another sandbox."""
+        """Make the next capture complete: the last one was not stored, or is of another sandbox."""
         self._points = {t: p for t, p in self._points.items() if p is not self._last}
         self._last = self._last_listing = self._parent = None
         self._due_kind = PROCESS
 
     async def _capture(self, turn: int) -> None:
-        """Take a capture of the due kind and submit it for storing. If processes can't be captured,
-        capture only files."""
+        """Take a capture of the due kind, or of files if processes can't be captured; submit it."""
         wanted = self._due_kind
         possible = self.box.capture_kinds
         made = await self._take(wanted) if wanted in possible else None

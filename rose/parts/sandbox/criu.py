@@ -81,8 +81,7 @@ def _find() -> Program | str:
 
 
 def _program_at(place: str) -> Program:
-    """Return the CRIU at `place` if its version is new enough. Raises OSError, ValueError,
-    `subprocess.SubprocessError`."""
+    """Return the CRIU at `place`. Raises OSError, ValueError, `subprocess.SubprocessError`."""
     own = Path(place).resolve().parent / "root"
     program = str(own / "usr/sbin/criu")
     if os.path.exists(program):  # installed by get_criu.sh
@@ -131,8 +130,7 @@ def interpreter(path: str) -> str:
 
 
 def order() -> dict[str, Any]:
-    """Return the installed CRIU as an argument of `open_program`, in plain values for JSON. Raises
-    `SandboxError`."""
+    """Return the installed CRIU as JSON values for `open_program`. Raises `SandboxError`."""
     return asdict(find())
 
 
@@ -160,8 +158,7 @@ class CriuError(Exception):
 
 
 class Criu:
-    """Sends requests to CRIU. `dump` and `restore` each start a CRIU process, and raise `CriuError`
-    if it fails."""
+    """Sends requests, each to a new CRIU process. `dump` and `restore` raise `CriuError`."""
 
     def __init__(self, opened: Opened, images: int) -> None:
         self.opened, self.images = opened, images
@@ -223,9 +220,8 @@ class Criu:
             os.close(read)
 
     def _exec_criu(self, channel: socket.socket, log: int, listen: bool) -> NoReturn:
-        """Replace this forked process by CRIU, which serves requests on `channel` and writes its
-        errors to `log`. `listen`: first send the parent a listener for CRIU's calls about filters
-        (`trace.notify`)."""
+        """Replace this forked process by CRIU, which serves `channel` and writes errors to `log`.
+        `listen`: first send the parent a listener for calls about filters (`trace.notify`)."""
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(os.open("/dev/null", os.O_RDWR), 0)
         os.dup2(0, 1)
@@ -247,8 +243,7 @@ class Criu:
     def _serve(
         self, channel: socket.socket, log: int, listener: int, on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
-        """Answer CRIU's notifications and keep its log until its result arrives. Return the result;
-        {} if CRIU ended without one."""
+        """Answer CRIU's notifications and keep its log. Return CRIU's result, {} if it has none."""
         program = kernel.filter_program() if listener >= 0 else b""
         poll = select.poll()
         for fd in (channel.fileno(), log, *([listener] if listener >= 0 else [])):

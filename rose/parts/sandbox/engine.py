@@ -128,7 +128,7 @@ class Engine:
             self._take_over()
         except OSError as error:  # such as a full disk
             self.say(f"captures of dead hosts can't be taken over: {error}")
-        # Without this lock, another host could take the new folder for a dead host's.
+        # This lock keeps other hosts from taking the new folder for a dead host's.
         with held(self._home / "lock", LOCK_S):
             self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
@@ -173,8 +173,7 @@ class Engine:
         keep_image: bool = False,
         life: int = 0,
     ) -> Ticket | None:
-        """Enqueue the capture in `folder`, of `raw` bytes. If there is no room for it, remove it
-        and return None."""
+        """Enqueue a capture of `raw` bytes. If it has no room, remove it and return None."""
         if not self.room(raw):
             self._remove(folder)
             return None
@@ -185,8 +184,7 @@ class Engine:
         return ticket
 
     def urge(self, name: str, late: bool = False) -> None:
-        """Give the queued captures of `name` priority. `late`: count them as late, because the
-        sandbox's next turn has begun."""
+        """Give queued captures of `name` priority. `late`: count them; the next turn has begun."""
         for stage in ("save", "copy"):
             for ticket in self._waiting[stage] + self._at_work[stage]:
                 if ticket.name == name:

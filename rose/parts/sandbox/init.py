@@ -59,7 +59,7 @@ def run(
     """Build the sandbox (see `build`) and serve the host until it closes `control`. The other
     processes of the PID namespace end with this one."""
     try:
-        # The kernel drops signals for which process 1 has no handler. So SIGINT can't end it.
+        # The kernel drops signals for which process 1 has no handler, so SIGINT can't end it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         upper = build(spec, base, lower, saved)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -80,9 +80,8 @@ def run(
 
 
 def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
-    """Mount an overlay and make it the root. Its lower layer is the folder `lower`. Its upper layer
-    is a bounded tmpfs with the files of `saved` (file descriptors of a listing and its contents).
-    `base`: the keeper's file system. Return a file descriptor of the upper layer."""
+    """Mount an overlay over the folder `lower` and make it the root. Return a file descriptor of
+    its upper layer, a bounded tmpfs with the files of `saved` (a listing and its contents)."""
     limits, work = spec["limits"], f"{base}/{WORK}"
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
     kernel.mount("tmpfs", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
@@ -108,7 +107,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
         os.makedirs(root + each["target"], exist_ok=True)
         kernel.bind(each["source"], root + each["target"], read_only=True)
     for name in ("dev", "proc", "run", "tmp", "root"):
-        # If the agent has made a link of it, the file system would be mounted elsewhere.
+        # A link that the agent made would move the mount elsewhere.
         if name in ("dev", "proc", "run") and os.path.islink(f"{root}/{name}"):
             os.unlink(f"{root}/{name}")
         if not os.path.lexists(f"{root}/{name}"):
@@ -195,8 +194,7 @@ class Init:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Send the session's pipes to the host, then carry out its orders until it closes the
-        socket."""
+        """Send the session's pipes to the host, and carry out orders until it disconnects."""
         ends = tuple(
             os.open(f"{SESSION_FILES}/{n}", os.O_RDWR | os.O_NONBLOCK)
             for n in ("commands", "output", "codes")
@@ -270,8 +268,8 @@ class Init:
         return {}
 
     def reap(self) -> None:
-        """Collect ended children. Report to the host if the session has ended, or if a child was
-        killed before it opened a file."""
+        """Collect ended children. Report an ended session, and children killed without an
+        answer."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -292,14 +290,12 @@ class Init:
                 send(self.control, {"ended": code})
 
     def fork_child(self) -> int:
-        """Fork. The child has default signal handlers, and when memory is full it is killed
-        first."""
+        """Fork. The child has default signal handlers, and is killed first when memory is full."""
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # Process 1 isn't dumpable, so its files in /proc belong to the host's root. A child
-            # must be dumpable while it writes its own.
+            # Process 1 isn't dumpable, so it can't write its files in /proc. The child has to be.
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             with (
                 contextlib.suppress(OSError),
@@ -357,9 +353,8 @@ class Init:
 
 
 def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
-    """Give new processes ids above `last`. Ids up to `LOW_NUMBERS` are left to the processes that
-    carry out a restore, so that each restored process finds its own id free. Linux assigns these
-    low ids only once."""
+    """Give new processes ids above `last`. Lower ids are left to the processes that carry out a
+    restore, so that restored processes find their own ids free. Linux never reuses low ids."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,
@@ -371,8 +366,7 @@ def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """Execute `argv` in this process, with the sandbox's limits and without process 1's rights."""
-    # Python ignores some signals, and after nohup or a script's `&` others are ignored. The program
-    # must ignore none.
+    # Python, nohup or a script's `&` make some signals ignored. The program must ignore none.
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # signals that the C library reserves
             signal.signal(number, signal.SIG_DFL)

@@ -11,8 +11,8 @@ A state that can't be inspected counts as changed. An agent can deceive only the
 own sandbox, and would only lose its own state.
 
 These changes are not noticed:
-  - the seed of RANDOM, and unsetting a variable of `VOLATILE`;
-  - bash's hash table, `$0`, and the place of getopts within one argument;
+  - the seed of RANDOM, bash's hash table, `$0`, and the place of getopts within one argument;
+  - unsetting a variable of `VOLATILE`;
   - a process's allowed cores and I/O priority;
   - writes through memory into a nameless file (a memfd) that another process has open;
   - data for a terminal that the kernel has not delivered yet (milliseconds).
@@ -50,8 +50,7 @@ class Change:
 
 
 class Inspector:
-    """Inspects one running sandbox. The first inspection has nothing to compare with, so its kind
-    is `process`."""
+    """Inspects a sandbox. The first result is `process`: there is nothing to compare with yet."""
 
     def __init__(self, box: Sandbox) -> None:
         self.box = box

@@ -1,14 +1,13 @@
 """The process that creates an environment host's sandboxes and cleans up after them.
 
-    python -m rose.parts.sandbox.keeper SOCKET
+    python -m rose.parts.sandbox.keeper SOCKET        (a file descriptor, from `namespaces.Keeper`)
 
-`namespaces.Keeper` starts it; SOCKET is a file descriptor. It is small and has one thread, so that
+It is small and has one thread, so that
 it can fork a sandbox in a millisecond. All mounts are in mount namespaces of the keeper and the
 sandboxes, so they vanish when these processes end in any way. When the host ends, its socket
 closes, and the keeper ends the sandboxes. When the keeper is killed, the parent-death signal kills
-the sandboxes. Only control groups can remain, and the next keeper removes them. With root, a
-sandbox's users are mapped to host users that no other sandbox has (users.py). Without root, its
-only user is the keeper's own.
+the sandboxes. Only control groups can remain, and the next keeper removes them. With root,
+each sandbox has host users of its own (users.py). Without root, all have only the keeper's user.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ NEW_NAMESPACES = (
     | kernel.NEWIPC
     | kernel.NEWCGROUP
 )
-# Entries of the host's /etc for sandboxes without an image. Programs need these, and none of them
-# describes the site.
+# Entries of the host's /etc that programs in a sandbox need. None of them describes the site.
 ETC = [
     "alternatives",
     "bash.bashrc",
@@ -111,8 +109,7 @@ class Keeper:
         return root
 
     def _mount_own_files(self) -> str:
-        """Mount the keeper's tmpfs, with the lower layer of sandboxes without an image. Return its
-        path."""
+        """Mount the keeper's tmpfs, with the lower layer of sandboxes without an image."""
         place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
         kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         for name in (WORK, "image", "criu", "host", "host/etc"):
@@ -164,8 +161,7 @@ class Keeper:
             self.groups.remove(f"{self.name}-{number}")
 
     def handle(self, order: dict[str, Any], fds: list[int]) -> None:
-        """Create a sandbox, or begin an order for an existing sandbox. `fds`: received
-        descriptors."""
+        """Create a sandbox, or begin an order for a sandbox. `fds`: received descriptors."""
         if "do" in order:
             self.begin_beside(order, fds)
         else:
@@ -206,8 +202,7 @@ class Keeper:
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
                 os.read(mapped[0], 1)
-                # Without root, the host's groups remain, but they are not mapped.
-                with contextlib.suppress(PermissionError):
+                with contextlib.suppress(PermissionError):  # without root: groups stay, unmapped
                     os.setgroups([])
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
@@ -246,8 +241,7 @@ class Keeper:
             ours.close()
             for fd in (*go, mapped[0]):
                 os.close(fd)
-            # The sandbox's mount namespace has its own copy of this mount.
-            if user and spec["image"] is not None:
+            if user and spec["image"] is not None:  # a mount that the sandbox has copied
                 kernel.unmount(lower)
 
     def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int, user: int) -> int:
@@ -264,16 +258,14 @@ class Keeper:
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
         ):
-            # When memory is full, the kernel kills the agent's processes before process 1. Without
-            # root this write fails.
+            # When memory is full, kill the agent's processes first. Without root this fails.
             file.write("-900")
         self.sandboxes[pid] = (self.made, spaces, spec, user)
         os.write(go, b"g")
         return pid
 
     def lower(self, image: str | None, user: int) -> str:
-        """Return the folder for an overlay's lower layer. With root, it shows the image's files as
-        owned by the sandbox's users."""
+        """Return the lower layer's folder. With root, the sandbox's users own its files."""
         if image is None:
             return f"{self.base}/host"
         if not user:
@@ -282,8 +274,7 @@ class Keeper:
         return f"{self.base}/image"
 
     def criu_cache(self, user: int) -> str:
-        """Return a folder for CRIU's cache of kernel features. Each range of users has its own
-        folder, because CRIU must own it."""
+        """Return the folder of CRIU's cache of kernel features. CRIU's user must own it."""
         own, known = f"{self.base}/criu/{user}", glob.glob(f"{self.base}/criu/*/*")
         if not os.path.isdir(own):
             os.mkdir(own, 0o700)
@@ -293,8 +284,7 @@ class Keeper:
         return own
 
     def begin_beside(self, order: dict[str, Any], fds: list[int]) -> None:
-        """Run a check, a capture or a restore in a sandbox, in a child that writes its result to
-        the last of `fds`."""
+        """Run a check, capture or restore in a child. It writes its result to the last of `fds`."""
         number, spaces, spec, user = self.sandboxes.get(order["sandbox"], (0, [], {}, 0))
         if number == 0:
             with contextlib.suppress(OSError):
@@ -317,7 +307,7 @@ class Keeper:
             finally:
                 os._exit(1)
         try:
-            # A capture stays outside, because it may need more memory than the sandbox has left.
+            # A capture may need more memory than the sandbox has left.
             if order["do"] != "capture":
                 self.groups.join(f"{self.name}-{number}", pid)
             os.write(go, b"g")
@@ -329,8 +319,7 @@ class Keeper:
         os.close(go)
 
     def reap(self) -> None:
-        """Collect ended children, and remove the groups and release the users of ended
-        sandboxes."""
+        """Collect ended children, and release the groups and users of ended sandboxes."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -353,8 +342,7 @@ def reset_signals() -> None:
 
 
 def close_but(*kept: int) -> None:
-    """Close all descriptors above 2 except `kept`. Otherwise this process would keep namespaces of
-    other sandboxes alive after their end."""
+    """Close descriptors except `kept`, so that ended sandboxes' namespaces don't stay alive."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):  # the listing's own descriptor, which is closed

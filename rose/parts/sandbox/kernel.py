@@ -65,7 +65,7 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 # System calls that an agent's programs don't need and in which kernels have had security holes,
 # from the lists of Docker and Flatpak. They return EPERM. clone3 returns ENOSYS, so that libc uses
-# clone: a filter can read clone's flags.
+# clone: filters can read its flags.
 REFUSED = [
     "acct",
     "add_key",
@@ -174,8 +174,7 @@ def set_attributes(
 
 
 def mount_idmapped(source: str, target: str, user_namespace: int) -> None:
-    """Mount `source` on `target` read-only, with file owners mapped by `user_namespace` (a file
-    descriptor). Needs Linux 5.12."""
+    """Mount `source` read-only, with owners mapped by `user_namespace` (a file descriptor)."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC
     tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, source.encode(), flags)
     _check(tree, f"open_tree({source})")
@@ -228,8 +227,7 @@ def unwatch(queue: int, number: int) -> None:
 
 
 def duplicate(pid: int, number: int) -> int:
-    """Return a duplicate of another process's descriptor `number`. Closing the duplicate leaves the
-    original open."""
+    """Return a duplicate of another process's descriptor `number`, to be closed separately."""
     process = os.pidfd_open(pid)
     try:
         return _check(LIBC.syscall(PIDFD_GETFD, process, number, 0), "pidfd_getfd")

@@ -55,8 +55,7 @@ class Recorder:
         self._copied = 0
 
     def record(self, root: int, prefix: str) -> None:
-        """Record the folder `root` (a file descriptor) with paths below `prefix`. `root` becomes
-        the working directory."""
+        """Record the folder `root` (a file descriptor), the new working directory, as `prefix`."""
         os.fchdir(root)
         self._record_entry(prefix, ".")
         self._record_contents(prefix, ".")
@@ -168,8 +167,7 @@ class Filler:
             self.entries[SHARED if inside else "."].append(entry)
 
     def fill(self, root: str, prefix: str) -> None:
-        """Create the entries below `prefix` in the empty folder `root`, which is the working
-        directory meanwhile."""
+        """Fill the empty folder `root` with the entries below `prefix`."""
         back = os.open(".", os.O_RDONLY)
         os.chdir(root)
         try:
@@ -177,8 +175,7 @@ class Filler:
             entries = [(self._relative(e["path"], prefix), e) for e in self.entries[prefix]]
             for path, entry in entries:
                 self._create(path, entry, made, prefix)
-            # Times are set last, because a new entry changes its folder's time.
-            for path, entry in reversed(entries):
+            for path, entry in reversed(entries):  # last, because new entries change folders' times
                 os.utime(path, ns=(entry["mtime_ns"],) * 2, follow_symlinks=False)
         finally:
             os.fchdir(back)
@@ -191,8 +188,7 @@ class Filler:
         return str(path) if prefix == "." else str(path).removeprefix(f"{prefix}/")
 
     def _create(self, path: str, entry: Entry, made: dict[str, str], prefix: str) -> None:
-        """Create an entry. Its folder must have been created here, so no link can lead
-        elsewhere."""
+        """Create an entry. Its folder was created here, too, so that no link leads elsewhere."""
         kind, name = entry["kind"], os.path.basename(path)
         if path != "." and (made.get(os.path.dirname(path) or ".") != "dir" or path in made):
             raise ValueError(f"{path!r}: not below a folder of the listing, or twice in it")
@@ -244,8 +240,7 @@ class Filler:
 
 
 def mapped() -> frozenset[int]:
-    """Return the inodes of files that processes have mapped for writing. Such writes change no
-    times."""
+    """Return inodes of files that processes have mapped for writing, which changes no times."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -28,8 +28,7 @@ START_S = 30.0  # seconds for the keeper or a sandbox to start on a busy machine
 CHECK_FLOOD_BYTES = 16 << 20  # most output of a check before it is stopped
 ANSWER_BYTES = 64 << 20  # most bytes of a result
 MOST_FILES = 65_536  # open files of this process: four per sandbox, above init.MOST_FILES
-# Errors about a file, its path or its disk, which the agent gets. All others are failures of the
-# sandbox.
+# Errors about a file, its path or its disk. All other errors are failures of the sandbox.
 OF_FILES = {
     errno.EACCES, errno.EBUSY, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR,
     errno.ELOOP, errno.ENAMETOOLONG, errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR,
@@ -285,9 +284,8 @@ class Namespaces:
         await self._order(do="resume")
 
     async def _open(self, path: str, write: bool) -> int:
-        """Open a file. If the sandbox lacks a resource that the agent's processes may have used up,
-        kill them and try again. Raises OSError for errors of the file, and `SandboxError` for any
-        other error."""
+        """Open a file. If a resource is used up, kill the agent's processes and try again. Raises
+        OSError for errors of the file, and `SandboxError` for any other error."""
         for last in (False, True):
             try:
                 return (await self._order(do="open", path=_checked_path(path), write=write))[1][0]
@@ -319,8 +317,7 @@ class Namespaces:
         answer, output = await self._check(order, files, wait_s)
         until = time.monotonic() + KILLED_S
         while answer.get("full") and time.monotonic() < until:
-            # The agent's processes have used up a resource that a check needs. Kill them, and give
-            # the kernel a moment to end them.
+            # The agent has used up a resource. Kill its processes, and give the kernel some time.
             await self.stop_since(0)
             await asyncio.sleep(KILLED_POLL_S)
             answer, output = await self._check(order, files, wait_s)
@@ -378,8 +375,7 @@ class Namespaces:
         return result
 
     async def beside(self, do: str, order: dict[str, Any], *fds: int, wait_s: float) -> Any:
-        """Have a child of the keeper carry out the order `do` in this sandbox. Return its answer.
-        Raises `SandboxError`."""
+        """Have the keeper carry out the order `do` in this sandbox. Raises `SandboxError`."""
         result, output = self._send_beside(do, order, *fds), bytearray()
         try:
             async with asyncio.timeout(wait_s):

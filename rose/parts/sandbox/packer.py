@@ -4,8 +4,7 @@ work doesn't block the host's event loop.
     python -m rose.parts.sandbox.packer LOCAL SHARED BYTES_PER_S THREADS       `engine` starts it
 
 Orders are JSON lines on standard input. When an order is done, its answer goes to standard output,
-with the order's number. The process ends with its host. BYTES_PER_S bounds writes to the folder
-SHARED (0: no bound).
+with its number. The process ends with its host. BYTES_PER_S bounds writes to SHARED (0: no bound).
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ class PackWriter:
         return written
 
     def finish(self, sync: bool) -> tuple[str, int]:
-        """Write the index. Return the pack's name and its bytes; with `sync`, they are on the
-        disk."""
+        """Write the index. Return the pack's name and size. `sync`: wait for the disk."""
         self._write_block()
         counts = COUNTS.pack(len(self._blocks), len(self._chunks))
         index = b"".join((counts, *self._blocks, *self._chunks))
@@ -167,8 +166,7 @@ class Pack:
         return self._last[1]
 
     def read(self, first: int, count: int) -> Iterator[tuple[int, bytes]]:
-        """Yield `count` chunks from number `first` on, in parts: (number of chunks, their
-        data)."""
+        """Yield `count` chunks from number `first` on, in parts: (number of chunks, data)."""
         if first < 0 or first + count > len(self.hashes):
             raise StoreDamaged(f"{self.path}: has no chunks {first} to {first + count}")
         while count:

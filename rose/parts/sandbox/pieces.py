@@ -156,8 +156,7 @@ class Reading:
             pack.close()
 
     def pieces(self, made: Manifest, extents: list[Extent]) -> Iterator[bytes | int]:
-        """Yield the content of the extents: data, or the size of a hole in bytes. Raises
-        `StoreDamaged`."""
+        """Yield the content of the extents: data, and sizes of holes. Raises `StoreDamaged`."""
         for number, first, count in extents:
             if number == HOLE:
                 yield count
@@ -185,8 +184,7 @@ def step(where: str) -> int:
 
 
 def read_pieces(file: BinaryIO, step: int) -> Iterator[bytes | int]:
-    """Yield the content of `file` in steps of `step` bytes, and the sizes of its holes in bytes.
-    Raises OSError."""
+    """Yield a file's content: data in steps of `step` bytes, and sizes of holes. Raises OSError."""
     fd, at = file.fileno(), 0
     size = os.fstat(fd).st_size
     while at < size:

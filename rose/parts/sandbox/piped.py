@@ -113,8 +113,7 @@ class Piped:
         self.commands, self.output, self.codes = ours[0][1], ours[1][0], ours[2][0]
         for fd in (self.commands, self.output, self.codes):
             os.set_blocking(fd, False)
-        # If the program has failed at once, its error is read below.
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # a failed start, whose error is read below
             os.write(self.commands, b":\0")
         words = bytearray()
         try:
@@ -130,8 +129,7 @@ class Piped:
         )
 
     async def _run(self, argv: list[str], data: bytes, wait_s: float) -> tuple[int, bytes, str]:
-        """Run a command on the host. Return its exit code, standard output and standard error.
-        Raises `TimeoutError`."""
+        """Run a command. Return its exit code, output and errors. Raises `TimeoutError`."""
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -245,8 +243,7 @@ class Piped:
         loop = asyncio.get_running_loop()
         for fd in (self.commands, self.output, self.codes):
             if fd >= 0:
-                # Leftover readers would disturb the next session, whose pipes may get these
-                # numbers.
+                # The next session's pipes may get these numbers, so no reader may be left.
                 loop.remove_reader(fd)
                 loop.remove_writer(fd)
                 os.close(fd)

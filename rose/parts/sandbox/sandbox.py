@@ -34,8 +34,7 @@ FLOOD_BYTES = 64 << 20  # bytes of dropped output after which a command is stopp
 READ_BYTES = 1 << 16
 CODE_BYTES = 4  # most bytes of an exit code with its NUL
 ACCOUNT_BYTES = 4 << 20  # most bytes of a shell's state that is captured or compared
-# Seconds for a shell to print or restore its state. If there are too many processes, bash repeats
-# its attempts to fork for 15 s.
+# Seconds for a shell to print or restore its state. bash alone repeats failed forks for 15 s.
 ACCOUNT_S = 30.0
 GRACE_S = 1.0  # seconds for the shell to notice that its command was killed
 STOP_EVERY_S = 0.1  # seconds between two attempts to kill a command
@@ -63,9 +62,8 @@ class Sandbox:
 
     @classmethod
     async def restore(cls, folder: Path, backend: str = "auto", kind: str | None = None) -> Sandbox:
-        """Restore a sandbox from a capture. A capture can be restored several times. `kind`:
-        "files" to leave out captured processes, which `lost` then names. Raises `SandboxError` with
-        what can't be restored."""
+        """Restore a sandbox from a capture, which remains usable. `kind`: "files" to leave out
+        captured processes; then `lost` names them. Raises `SandboxError`."""
         saved = capturing.read(Path(folder), kind)
         if backend not in ("auto", saved.backend):
             raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
@@ -110,8 +108,7 @@ class Sandbox:
             await self.shell.resume()
 
     async def _replay(self, script: str) -> list[str]:
-        """Restore the shell's state with `script` (replay.py). Return the parts that could not be
-        restored. Raises `SandboxError`."""
+        """Restore the shell's state. Return the parts that failed. Raises `SandboxError`."""
         running = _RunningCommand(self.shell, OUTPUT_BYTES)
         running.begin(script.encode(errors="surrogateescape") + b"\0")
         try:
@@ -173,9 +170,8 @@ class Sandbox:
         return Result(output, code, note, seconds, restarted)
 
     async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
-        """Return the shell's state, which the session prints as its answer to `ACCOUNT`. None if it
-        is too long, or if it was late and the shell had to be stopped or restarted. Raises
-        `SandboxError`."""
+        """Return the shell's state, as printed for `ACCOUNT`; None if it is too long, or late so
+        that the shell was stopped or restarted. Raises `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         running = _Account(self.shell, ACCOUNT_BYTES)
@@ -203,9 +199,8 @@ class Sandbox:
     async def _settle(
         self, running: _RunningCommand, ticks: int, wait_s: float
     ) -> tuple[str, bool]:
-        """If the session can't take the next command, stop the running one or restart the session.
-        Return a text about what was done, and whether the session is new. `ticks`: the command's
-        start, in clock ticks after boot."""
+        """Stop the command or restart the session, unless it can take a new command. Return a text
+        about that, and whether the session is new. `ticks`: when the command began."""
         if running.done.done() and running.stopped is None:
             return "", False
         if self._ended.done():

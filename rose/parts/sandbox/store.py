@@ -7,8 +7,7 @@
 
 A manifest is written last, with its own hash. It names all of its packs, so a turn needs no other
 turn's manifest. Several processes on several machines may use one folder if its file system has
-flock. A pack is kept whole while any of its chunks is used. The store has no protection against a
-malicious writer of the folder.
+flock. A pack is kept while any of its chunks is used. Malicious writers are not defended against.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ COPY_BYTES = 1 << 20  # bytes of a read when a pack is copied
 class Store:
     """A folder of checkpoints. `behind`: a store from which missing turns and chunks are read.
     `sync`: a commit returns when its data is on the disk, not only in the kernel. Methods raise
-    OSError if the disk fails or is full, and leave nothing half-written. They block, so an event
-    loop must call them in a thread."""
+    OSError if the disk fails or is full, and leave nothing half-written. They block the thread."""
 
     def __init__(self, folder: Path, behind: Store | None = None, sync: bool = False) -> None:
         self.folder, self.behind, self.sync = Path(folder), behind, sync
@@ -144,8 +142,7 @@ class Store:
     @contextlib.contextmanager
     def _writer(self) -> Iterator[PackWriter]:
         """Context with a writer of a new part, which is removed unless it has been renamed."""
-        # This lock excludes `collect` until the part has its own lock.
-        with self._locked(fcntl.LOCK_SH):
+        with self._locked(fcntl.LOCK_SH):  # against `collect`, until the part is locked
             writer = PackWriter(self._new_part())
         try:
             yield writer
@@ -186,8 +183,7 @@ class Store:
                 file.flush()
                 if self.sync:
                     os.fsync(file.fileno())
-            # `forget` may remove the folder between mkdir and replace.
-            for last in (False, True):
+            for last in (False, True):  # again if `forget` has just removed the folder
                 path.parent.mkdir(exist_ok=True)
                 try:
                     part.replace(path)
@@ -203,9 +199,8 @@ class Store:
         return HASH_BYTES + len(body)
 
     def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int | None:
-        """Store the turn in `to`, too. `pace(n)` is called before `n` bytes are written. Return the
-        number of bytes written. If `to` has this turn from a later life, keep that and return None.
-        Raises `StoreDamaged`."""
+        """Store the turn in `to`, too. Call `pace(n)` before `n` bytes. Return the bytes written;
+        None if `to` has the turn of a later life, which it keeps. Raises `StoreDamaged`."""
         made, written = self.manifest(name, turn), 0
         if to._has_later_life(made):
             return None

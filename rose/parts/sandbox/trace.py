@@ -2,9 +2,8 @@
 
 `Stopped` holds the agent's processes with ptrace(2) while their files are copied. CRIU uses ptrace
 to read the filter of system calls of each process. This needs CAP_SYS_ADMIN in the host's user
-namespace, which no process in a sandbox has. But the filter is known, because `kernel.confine` has
-loaded it. So `notify` and `answer` reply to these ptrace calls in the kernel's place, by seccomp's
-notifications.
+namespace, which no process in a sandbox has. But the filter is known: `kernel.confine` has loaded
+it. So `notify` and `answer` reply to these calls in the kernel's place (seccomp's notifications).
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class Stopped:
         )
 
     def _stop_all(self) -> bool:
-        """Stop all threads, including threads that start meanwhile. Return False if that takes
-        longer than `STOP_S`."""
+        """Stop all threads, also new ones. Return False if that takes longer than `STOP_S`."""
         until, refused = time.monotonic() + STOP_S, set()
         while time.monotonic() < until:
             new = tasks(self.spare) - set(self.held) - self._asked - refused

@@ -20,9 +20,8 @@ NETLINK_SOCK_DIAG, BY_FAMILY, REQUEST, DUMP = 4, 20, 1, 0x300
 SHOW_QUEUES, QUEUES = 0x10, 4  # linux/unix_diag.h
 DONE, ERROR = 3, 2
 WAIT_S = 1.0  # seconds for the kernel's answer
-# Most unread bytes of a terminal that can be captured. CRIU restores them by writing to the other
-# end, and waits for ever if the terminal is full. It holds 4096 bytes, and echoes take some of
-# them.
+# Most unread bytes of a terminal that can be captured. CRIU writes them to the other end, and waits
+# for ever if the terminal is full. It holds 4096 bytes, the echo included.
 TERMINAL_BYTES = 1024
 TERMINALS = ("/dev/pts/", "/dev/ptmx")
 TIOCGPTN = 0x80045430  # number of a master's terminal
@@ -31,9 +30,8 @@ INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
 def waiting(pid: int, number: int) -> int:
-    """Return the number of unread bytes in the pipe or terminal that a process has open as
-    `number`. Its descriptor is duplicated, because opening the pipe again would wake processes
-    that wait for it. Raises OSError."""
+    """Return the unread bytes in a process's pipe or terminal `number`. Opening the pipe again
+    would wake processes that wait for it, so the descriptor is duplicated. Raises OSError."""
     fd = kernel.duplicate(pid, number)
     try:
         return bytes_in(fd)
@@ -47,8 +45,7 @@ def bytes_in(fd: int) -> int:
 
 
 def terminal_too_full(spare: set[int]) -> bool:
-    """Return whether a terminal has more than `TERMINAL_BYTES` unread. Terminals of the processes
-    `spare` don't count."""
+    """Return whether a terminal of a process not in `spare` has over `TERMINAL_BYTES` unread."""
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         _, _, pid, _, fd = path.split("/")
         with contextlib.suppress(OSError):  # a process that has just ended, a terminal just closed

@@ -21,8 +21,7 @@ RANGES = 4_352  # ranges up to user 1879048191
 
 
 class Ranges:
-    """The ranges of one keeper. Each is claimed by an abstract unix socket, which the kernel closes
-    when the keeper ends in any way."""
+    """The ranges of one keeper, each claimed by an abstract socket that ends with the keeper."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -62,8 +61,7 @@ def mapping(first: int) -> str:
 
 
 def has_ranges() -> bool:
-    """Return whether this user namespace has the users of all ranges. A container's may lack
-    them."""
+    """Return whether this user namespace has the users of all ranges. Containers may lack them."""
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         maps = [tuple(map(int, line.split())) for line in file]
     last = FIRST + RANGES * COUNT
@@ -71,8 +69,7 @@ def has_ranges() -> bool:
 
 
 def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:
-    """Write the user and group maps of a process's user namespace. `groups`: permit
-    setgroups(2)."""
+    """Write a process's user and group maps (user_namespaces(7)). `groups`: permit setgroups(2)."""
     if not groups:
         with open(f"/proc/{process}/setgroups", "w", encoding="utf-8") as file:
             file.write("deny")

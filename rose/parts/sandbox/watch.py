@@ -143,8 +143,7 @@ class Layer:
         return Folder(itself, times, files, frozenset(folders))
 
     def _watch(self, path: str) -> None:
-        """Watch the folder in the overlay, where programs use it: the layer itself has no
-        events."""
+        """Watch the folder as the overlay shows it, because the layer itself has no events."""
         if self.blind:
             return
         try:
@@ -201,9 +200,8 @@ class Processes:
         self, spare: tuple[int, ...], changed: bool, queues: Queues
     ) -> tuple[str | None, set[str]]:
         """Return a text about what a process did (None: nothing), and the files that processes may
-        write through memory. `changed`: files have changed. Then the open files of sleeping
-        processes are compared, too, because a process image must fit them. `queues` collects pipes,
-        terminals and sockets."""
+        write through memory. `changed`: files have changed, so open files of sleeping processes are
+        compared, too: process images must fit them. Fill `queues`."""
         found: dict[tuple[str, str], Running] = {}
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) not in spare:
@@ -380,8 +378,7 @@ def session_state(session: int) -> dict[str, str]:
 
 
 class Watch:
-    """Compares the sandbox with the last look. `upper`: the root of the overlay's upper layer (a
-    file descriptor)."""
+    """Compares the sandbox with the last look. `upper`: descriptor of the overlay's upper layer."""
 
     def __init__(self, upper: int) -> None:
         shared = os.open(f"/{SHARED}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

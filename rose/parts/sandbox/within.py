@@ -144,8 +144,7 @@ def _report_failure(to: int, work: Callable[[], None]) -> None:
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """Return the result that reports `error`. Its field `full` is True if a resource was used up,
-    perhaps by the agent."""
+    """Return the result for `error`. `full`: a resource was used up, perhaps by the agent."""
     full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
     words = str(error) if isinstance(error, CriuError) else f"{type(error).__name__}: {error}"
     return {"failed": words[:FAILURE_BYTES], "full": full}

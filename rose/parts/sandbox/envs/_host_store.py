@@ -1,5 +1,4 @@
-"""The store in which an environment host keeps its sandboxes' states
-(`rose.agent.playing.Store`)."""
+"""The store of the sandboxes of an environment host (`rose.agent.playing.Store`)."""
 
 from __future__ import annotations
 

@@ -67,9 +67,8 @@ class Task:
 
 @functools.lru_cache(16)
 def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Return the training and the held-out tasks of a folder. If it has no folders train and
-    held_out, its tasks are split by the hashes of their names. Raises `ConfigError` that names the
-    broken tasks."""
+    """Return the training and held-out tasks of a folder: from its folders train and held_out, or
+    split by hashes of the names. Raises `ConfigError` that names the broken tasks."""
     root = Path(place)
     if not root.is_dir():
         raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
@@ -92,8 +91,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the subfolders that may be tasks: all but hidden folders, such as a checkout's
-    .git."""
+    """Return the subfolders that may be tasks: all except hidden ones, such as .git."""
     return [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
 
 

@@ -37,8 +37,7 @@ _held: list[_State] = []  # states of all sandboxes of this process, the oldest 
 
 
 class Undo:
-    """The states of a sandbox. `resumed`: the sandbox was restored from a checkpoint, so its
-    earlier commands can't be undone."""
+    """The states of a sandbox. `resumed`: it was restored, which lost the earlier states."""
 
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
@@ -68,8 +67,7 @@ class Undo:
 
     async def back(self, box: Sandbox, commands: int) -> tuple[Sandbox, str]:
         """Undo the last `commands` commands. Return the restored sandbox and a message for the
-        agent. If that state can't be restored, return `box` itself and a message with the
-        reason."""
+        agent. If that fails, return `box` and a message with the reason."""
         if commands > len(self._states):
             since = ", those since the machine was moved" if self._resumed else ""
             return box, f"Nothing is undone: {len(self._states)} commands can be{since}."

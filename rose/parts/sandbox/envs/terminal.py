@@ -1,9 +1,8 @@
 """A shell in a sandbox: the agent calls `bash`, and hidden tests judge the final state.
 
 Tasks are folders (`_tasks`) or easy built-in tasks for small models, the rungs of a ladder
-(`_ladder`). The tests run when the agent answers without a call, and when its turns are used up. An
-episode resumes from a checkpoint if the host keeps checkpoints (`sandbox.checkpoints`). Otherwise
-it repeats its actions.
+(`_ladder`). The tests run when the agent answers without a call, and when its turns are used up. If
+the host keeps checkpoints, an episode resumes from one, else by repeating its actions.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def _stopped_text(task: _tasks.Task) -> str:
 
 @functools.lru_cache(MOST_WARNINGS)
 def _warn(words: str) -> None:
-    """Print a warning in the host's log. The cache suppresses warnings that were printed
-    recently."""
+    """Print a warning, unless it was printed recently: the cache suppresses repeated calls."""
     print(words, flush=True)
 
 
@@ -66,10 +64,9 @@ UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "
 
 
 class Terminal:
-    """An environment whose episodes are tasks of the folder `tasks`, or `rungs` of the ladder if
-    `tasks` is "ladder". `edit_file` and `undo` add these tools. A command may take `command_s`
-    seconds and show `output_bytes`. The reward is the tests' verdict, and 1 or more is a success.
-    Raises `ConfigError`."""
+    """An environment with the tasks of the folder `tasks`, or `rungs` of the ladder if it is
+    "ladder". `edit_file` and `undo` add tools. A command may take `command_s` seconds and show
+    `output_bytes`. The reward is the tests' verdict; 1 is a success. Raises `ConfigError`."""
 
     requires_tool = False
     paths = ("tasks",)
@@ -290,8 +287,7 @@ class Terminal:
         self.checkpoint, self.resume = self._checkpoint, self._resume
 
     async def _start_checkpoints(self, origin: Restored | None = None) -> None:
-        """Begin checkpoints of this sandbox, if the host keeps any. `origin`: as in
-        Checkpointer."""
+        """Begin checkpoints of `box`, if the host keeps any. `origin`: as in `Checkpointer`."""
         if self._store is not None:
             store, name = self._store
             self._kept = Checkpointer(self.box, store, name, store.policy, origin)
@@ -311,9 +307,8 @@ class Terminal:
 
     async def _resume(self, saved: bytes) -> None:
         """Restore the checkpoint of the state `saved` and repeat the calls after it. Raises
-        `SandboxError` if exactly this state can't be restored. If processes are lost because the
-        backend can't restore them, the agent's next observation names them. States for undo are
-        lost."""
+        `SandboxError` if exactly this state can't be restored. The agent's next observation names
+        lost processes. States for undo are lost."""
         state = json.loads(saved)
         await self.close()
         if state["reference"] is None:
@@ -373,8 +368,7 @@ class Terminal:
         return Step("Done.")
 
     async def end(self) -> Step:
-        """Judge the current state and return the last step. The agent loop calls this when the
-        turns are used up."""
+        """Judge the current state, also when the turns are used up, and return the last step."""
         if self._rung is not None:
             reward = float(await self._rung_reached(self._rung))
         else:
