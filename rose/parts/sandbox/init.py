@@ -268,8 +268,7 @@ class Init:
         return {}
 
     def reap(self) -> None:
-        """Collect ended children. Report an ended session, and children killed without an
-        answer."""
+        """Collect ended children. Report an ended session, and children that gave no answer."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

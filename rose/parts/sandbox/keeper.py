@@ -2,12 +2,11 @@
 
     python -m rose.parts.sandbox.keeper SOCKET        (a file descriptor, from `namespaces.Keeper`)
 
-It is small and has one thread, so that
-it can fork a sandbox in a millisecond. All mounts are in mount namespaces of the keeper and the
-sandboxes, so they vanish when these processes end in any way. When the host ends, its socket
-closes, and the keeper ends the sandboxes. When the keeper is killed, the parent-death signal kills
-the sandboxes. Only control groups can remain, and the next keeper removes them. With root,
-each sandbox has host users of its own (users.py). Without root, all have only the keeper's user.
+It is small and has one thread, so that it can fork a sandbox in a millisecond. All mounts are in
+mount namespaces of the keeper and the sandboxes, so they vanish with these processes. When the host
+ends, its socket closes, and the keeper ends the sandboxes. When the keeper is killed, the
+parent-death signal kills the sandboxes. Only control groups can remain, and the next keeper removes
+them. With root, each sandbox has host users of its own (users.py), else all have the keeper's user.
 """
 
 from __future__ import annotations
