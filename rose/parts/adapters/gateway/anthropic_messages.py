@@ -1,8 +1,8 @@
 """Anthropic's messages: POST /v1/messages, and POST /v1/messages/count_tokens.
 
 In this API a user message contains the tool results. Here each result becomes a message of its own,
-before the user's text. Not supported: images, documents, caching (`cache_control` is ignored),
-server tools, and every field that `FIELDS` marks as refused.
+before the user's text. Images, documents, caching (`cache_control` is ignored), server tools, and
+all fields that `FIELDS` marks as refused are not supported.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def read(body: dict[str, Any]) -> Query:
 
 
 def read_prompt(body: dict[str, Any]) -> Query:
-    """Return the query in the body of a request to count tokens, which has the same fields as a
-    messages request but needs no `max_tokens`. Raises `ApiError`."""
+    """Return the query of a request to count tokens. It has the fields of a messages request, but
+    needs no `max_tokens`. Raises `ApiError`."""
     fields.refuse(body, FIELDS)
     output = take(body, "output_config", dict, {})
     fields.free_text(output.get("format"), "output_config.format")
@@ -80,8 +80,8 @@ def read_prompt(body: dict[str, Any]) -> Query:
 
 
 def _messages(raw: dict[str, Any], where: str) -> list[Message]:
-    """Convert one message: a user's becomes a message for each tool result, and then one with the
-    text if there is any."""
+    """Convert one message. A user's message becomes a message for each tool result, and then a
+    message with the text, if there is any."""
     role, content = take(raw, "role", str), take(raw, "content", (str, list))
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
@@ -102,8 +102,7 @@ def _parts(content: str | list[Any]) -> list[Any]:
 
 
 def _system(content: Any, where: str) -> str:
-    """Return the system message's text. As in vLLM, a block that begins with Claude Code's billing
-    line is dropped whole."""
+    """Return the system message's text, as in vLLM without blocks that begin with `BILLING`."""
     texts = fields.texts(content, TEXT, where)
     if isinstance(content, str):
         return "".join(fields.system_texts(texts))
@@ -125,7 +124,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
             case "thinking":
                 thought.append(take(block, "thinking", str))
             case "redacted_thinking":
-                continue  # It is encrypted, so no prompt can contain it. vLLM drops it, too.
+                continue  # encrypted, so not for prompts; dropped by vLLM, too
             case _:
                 said.append(block)
     parts = _texts(said, f"{where}.content")
@@ -147,6 +146,7 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the response."""
     return _head(answer, model) | {
         "content": _blocks(answer),
         "stop_reason": _reason(answer),
@@ -156,6 +156,7 @@ def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed response."""
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
     empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     events: list[dict[str, Any]] = [
@@ -180,6 +181,7 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
 
 
 def refuse(error: ApiError) -> dict[str, Any]:
+    """Return the body of the response to a refused call."""
     kinds = {
         401: "authentication_error",
         403: "permission_error",
@@ -190,7 +192,7 @@ def refuse(error: ApiError) -> dict[str, Any]:
     kind = kinds.get(error.status, "invalid_request_error")
     message = error.message
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # prefix by which clients recognise the error
+        message = f"prompt is too long: {message}"  # a prefix that clients recognise
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -209,7 +211,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the block as the stream begins it, and the one delta that completes it."""
+    """Return the block with which the stream begins, and the delta that completes it."""
     match block["type"]:
         case "text":
             return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -77,8 +77,8 @@ def read(body: dict[str, Any]) -> Query:
 
 
 def _merged(given: list[dict[str, Any]]) -> list[Message]:
-    """Return the items as messages. The API has an item each for a turn's thought, text and calls;
-    successive ones are merged into one assistant message."""
+    """Return the items as messages. The API has separate items for a turn's thought, text and
+    calls. Successive items of a turn are merged into one assistant message."""
     messages: list[Message] = []
     answering = False  # True while the last message is an assistant's that may grow
 
@@ -132,6 +132,7 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the response."""
     made = len(answer.tokens)
     cut = answer.finish == "length"
     return _head(answer, model, body) | {
@@ -149,6 +150,7 @@ def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed response."""
     begun = _head(answer, model, body) | {"status": "in_progress", "output": [], "usage": None}
     events: list[dict[str, Any]] = [
         {"type": "response.created", "response": begun},
