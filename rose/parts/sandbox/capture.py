@@ -187,7 +187,7 @@ async def _restore_namespaces(saved: Saved, keeper: Keeper) -> Namespaces:
 
 
 async def tried(shell: Namespaces, keeper: Keeper) -> str:
-    """Capture a new sandbox and restore it. Return why this fails with processes, else ""."""
+    """Capture and restore a new sandbox with its processes. Return why that fails, else ""."""
     if problem := shell.captures()[PROCESS]:
         return problem
     with tempfile.TemporaryDirectory(prefix="rose-capture-") as top:

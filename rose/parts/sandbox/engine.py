@@ -136,7 +136,7 @@ class Engine:
         self.store = Store(self.local / "store", behind=Store(self._shared))
 
     def _take_over(self) -> None:
-        """Store what dead hosts of this run have packed, and remove old folders of dead hosts."""
+        """Store what dead hosts of this run have packed, and remove their folders (left.py)."""
         with held(self._home / "lock", LOCK_S):
             left.take_over(self._home, self._shared, self.say)
 

@@ -375,7 +375,7 @@ class Namespaces:
         return result
 
     async def beside(self, do: str, order: dict[str, Any], *fds: int, wait_s: float) -> Any:
-        """Have the keeper carry out the order `do` in this sandbox. Raises `SandboxError`."""
+        """Carry out an order in this sandbox, and return the answer. Raises `SandboxError`."""
         result, output = self._send_beside(do, order, *fds), bytearray()
         try:
             async with asyncio.timeout(wait_s):

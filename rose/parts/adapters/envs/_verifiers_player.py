@@ -255,7 +255,7 @@ def _text(error):
 
 
 async def serve(player, answer):
-    """Play the episodes that lines of the standard input order, until it ends."""
+    """Play the episodes requested on the standard input, until it ends."""
     loop, running = asyncio.get_running_loop(), {}
     orders = asyncio.StreamReader(limit=2**24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)

@@ -24,8 +24,8 @@ from rose.parts.adapters.envs import _source
 
 
 class Agent:
-    """A `command` (a list of arguments, or a string that is split without a shell), or a `function`
-    (`module:name` or `file.py:name`), which is called in a Python process of its own.
+    """A program: a `command` (a list, or a string that is split without a shell), or a `function`
+    (`module:name` or `file.py:name`). A function is called in a Python process of its own.
 
     `reward`: a function of the conversations and the task, whose reward replaces the agent's.
     `tasks`: a JSONL file; each trajectory gets a line, and every second line is held out.

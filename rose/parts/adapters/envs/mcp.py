@@ -175,8 +175,7 @@ class Mcp:
         return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
 
     async def _schemas(self, client: Client) -> list[dict[str, Any]]:
-        """Return OpenAI schemas of the policy's tools. Raises `ConfigError` if a tool is
-        missing."""
+        """Return OpenAI schemas of the policy's tools. Raises `ConfigError` if one is missing."""
         found, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor)

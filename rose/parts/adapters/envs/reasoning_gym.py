@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym: more than a hundred families of questions, generated and scored by rules.
 
-Worker processes generate and score, because some tasks take seconds, and scorers parse the policy's
-text. The reward is the library's score. A text that its scorer can't read is a wrong answer. Not
-supported: `composite` (`tasks` has weights instead), and a difficulty that follows the rewards.
+Worker processes do this, because some tasks take seconds, and scorers parse the policy's text. The
+reward is the library's score. A text that its scorer can't read is a wrong answer. Not supported:
+`composite` (`tasks` has weights instead), and a difficulty that follows the rewards.
 Package: reasoning-gym (Stojanovski et al., 2025, arXiv:2505.24760).
 """
 

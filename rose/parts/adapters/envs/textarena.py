@@ -89,7 +89,7 @@ class Textarena:
             self._rng.randrange(self.players) if self.fixed_seat is None else self.fixed_seat
         )
         self._generators = _generators_of(seed)
-        await asyncio.to_thread(self._begin, seed)
+        await asyncio.to_thread(self._new_game, seed)
         if await self._others_play():
             raise RuntimeError(f"{self.game} ended before the policy's first turn")
         return Start(messages=[{"role": "user", "content": self._observed.strip()}])
@@ -116,7 +116,7 @@ class Textarena:
     async def close(self) -> None:
         self._game = None
 
-    def _begin(self, seed: int) -> None:
+    def _new_game(self, seed: int) -> None:
         with self._own_generators():
             self._game = _make(self.game, self.options)
             self._game.reset(num_players=self.players, seed=seed % 2**32)

@@ -32,8 +32,8 @@ class Verifiers(Agent):
     module. `args`: its taskset's settings; `env`: other settings of the library's EnvConfig.
     `held_out`: the share of tasks for evaluation, or the settings in which their `args` differ.
     `most_tasks`: the most tasks that are read, as a taskset may be endless.
-    `renderer`: None lets ROSE render and read messages (chat completions). A map such
-    as {name: qwen3} lets the library do so; it then calls the token route.
+    `renderer`: None lets ROSE render and read messages (chat completions). A map such as
+    {name: qwen3} lets the library do so; it then calls the token route.
     `success_at`: the least reward of a success. `environment`: names of further variables that the
     process gets. `listen`: the address at which the gateway listens. Raises `ConfigError`."""
 

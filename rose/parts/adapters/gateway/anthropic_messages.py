@@ -102,7 +102,7 @@ def _parts(content: str | list[Any]) -> list[Any]:
 
 
 def _system(content: Any, where: str) -> str:
-    """Return the system message's text, as in vLLM without blocks that begin with `BILLING`."""
+    """Return the system message's text, without blocks that begin with `BILLING` (as in vLLM)."""
     texts = fields.texts(content, TEXT, where)
     if isinstance(content, str):
         return "".join(fields.system_texts(texts))

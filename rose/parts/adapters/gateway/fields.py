@@ -69,7 +69,7 @@ def take(body: dict[str, Any], name: str, kind: type | tuple[type, ...], default
 
 
 def count(body: dict[str, Any], *names: str) -> int | None:
-    """Return the first of the fields `names` that is given, an integer of at least 1."""
+    """Return the first given field of `names`, an integer of at least 1; None if none is given."""
     for name in names:
         value = take(body, name, int, None)
         if value is not None:
@@ -164,7 +164,7 @@ def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
 
 
 def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-    """Return the fields in which two calls differ although they have no effect on the answer.
+    """Return the fields that distinguish two calls although they have no effect on the answer.
     Fields about the caller, and about sending the answer, are left out."""
     return {
         name: value

@@ -42,7 +42,7 @@ class Forks:
         key = (function, tuple(given))
         async with self._starting:  # one start for trajectories that begin together
             server = self._servers.get(key)
-            if server is None or server.over:
+            if server is None or server.ended:
                 server = self._servers[key] = await _Server.start(function, given)
         return await server.fork(name, arguments, variables, log)
 
@@ -77,7 +77,7 @@ class _Server:
         return cls(function, process)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return self._reading.done()
 
     async def fork(

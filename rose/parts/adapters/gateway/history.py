@@ -60,7 +60,7 @@ class Message:
         return [self.role, self.text, calls, self.thought.strip(), self.name, *self.parts]
 
     def rendered(self, chat: ChatFormat) -> dict[str, Any]:
-        """Return the message for chat templates, without special tokens of users and tools."""
+        """Return the message for templates. Special tokens of users and tools become plain text."""
         break_marks = chat.neutral if self.role in ("user", "tool") else str
         message: dict[str, Any] = {
             "role": self.role,
@@ -188,8 +188,7 @@ class History:
         self._after.setdefault(digests([*messages, answer], tools, given)[-1], node)
 
     def leaves(self) -> list[Node]:
-        """Remove answers that are neither delivered nor continued. Return the leaves, longest
-        first."""
+        """Drop answers neither delivered nor continued. Return the leaves, the longest first."""
         for node in reversed(self._nodes()):
             if not node.delivered and not node.children:
                 (node.parent.children if node.parent else self._roots).remove(node)

@@ -82,7 +82,7 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     answering = False  # True while the last message is an assistant's that may grow
 
-    def grow(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
+    def extend(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
         last = messages[-1] if answering else None
         if last is None or text and last.text or thought and last.thought:
             found = text, calls, thought
@@ -95,13 +95,13 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
         where, kind = f"input[{i}]", item.get("type", "message")
         own = kind in ("function_call", "reasoning") or item.get("role") == "assistant"
         if kind == "message" and own:
-            grow(_first(item.get("content"), where))
+            extend(_first(item.get("content"), where))
         elif kind == "function_call":
             arguments = fields.arguments(item.get("arguments"), where)
-            grow(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
+            extend(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            grow(thought=_first(parts, where))
+            extend(thought=_first(parts, where))
         elif kind == "function_call_output":
             output = fields.texts(item.get("output"), TEXT, where)
             messages.append(Message.of("tool", output, call_id=take(item, "call_id", str)))

@@ -34,6 +34,7 @@ class GatewayPlayer:
         key: str,
         *rest: Any,
     ) -> Trajectory:
+        """Run the agent's program for one trajectory."""
         gateway = await self._gateway(environment.listen, key)
         return await run_agent(start, environment, gateway, chat, request_turn, limits, key, *rest)
 

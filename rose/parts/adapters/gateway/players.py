@@ -43,7 +43,7 @@ class Players:
         asked = time.monotonic()
         async with self._starting:  # one start for episodes that begin together
             process = self._processes.get(key)
-            if process is None or process.over:
+            if process is None or process.ended:
                 at, error = self._failed.get(key, (0.0, None))
                 if error is not None and at >= asked:  # failed while this episode waited
                     raise OSError(str(error))
@@ -140,7 +140,7 @@ class _Process:
         return cls(process)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return self._reading.done()
 
     def play(self, order: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> Playing:

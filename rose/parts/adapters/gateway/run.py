@@ -1,8 +1,8 @@
 """Run one trajectory of an agent's program and collect its reward and its tree of tokens.
 
-A program that crashes, is idle for env.step_timeout_s, floods the gateway or ends without a reward
-or a call raises `EnvironmentFailure`, and the trajectory is replaced, as with any environment. If
-it crashes because its context or its calls are used up, the policy is the cause. Then the
+If a program crashes, is idle for env.step_timeout_s, floods the gateway, or ends without a reward
+or a call, `EnvironmentFailure` is raised. The trajectory is then replaced, as with any environment.
+If a program crashes because its context or its calls are used up, the policy is the cause. Then the
 trajectory is truncated, with the reward that the program reported, or 0.
 """
 

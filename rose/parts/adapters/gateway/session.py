@@ -70,18 +70,18 @@ class Query:
 
     @property
     def characters(self) -> int:
-        """Characters of all messages."""
+        """Number of characters in all messages."""
         return sum(len(message.text) for message in self.messages)
 
     @property
     def size(self) -> int:
-        """Characters that take time to read: of messages, calls and tools."""
+        """Number of characters that take time to read, in messages, calls and tools."""
         calls = [call.arguments for message in self.messages for call in message.calls]
         frames = MESSAGE_CHARACTERS * len(self.messages)
         return self.characters + frames + len(json.dumps([self.tools, calls], default=str))
 
     def digest(self) -> bytes:
-        """Return a digest that only equal calls share."""
+        """Return a digest that equal calls share."""
         history = digests(self.messages, self.tools, self.template_args)[-1]
         rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
         rest += [self.parallel]
@@ -142,7 +142,8 @@ class Session:
     @property
     def idle_s(self) -> float:
         """Seconds since the agent's last call began or was answered; 0 while it waits for an
-        answer. Sending a body is not waiting. Requests for token counts and models are no calls."""
+        answer. The arrival of a body is no wait. Requests for token counts and models are no
+        calls."""
         return 0.0 if self._waiting else self._clock() - self._active_at
 
     @property
@@ -401,8 +402,8 @@ def _cut(result: TurnResult, kept: int) -> TurnResult:
 def _until_stop(
     chat: ChatFormat, result: TurnResult, stops: tuple[str, ...]
 ) -> tuple[TurnResult, str, str | None]:
-    """Return the turn up to the token that completes the first stop string, the text before this
-    string, and the string itself (None if there is none)."""
+    """Cut the turn behind the token that completes the first stop string. Return the turn, the text
+    before this string, and the string (None if there is none)."""
     tokens = unpack_tokens(result.tokens)
     text = chat.decode(tokens)
     found = [(text.find(stop), stop) for stop in stops if stop in text]

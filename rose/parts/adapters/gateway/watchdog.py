@@ -18,7 +18,7 @@ import time
 
 import psutil
 
-MARK = "ROSE_HOST"  # environment variable with the host's name, for all processes of programs
+MARK = "ROSE_HOST"  # environment variable with the host's name, in all processes of programs
 END_S = 10.0  # most seconds of killing, because a program may still start processes
 
 
