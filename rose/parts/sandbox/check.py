@@ -90,7 +90,7 @@ def _serve(
                 os._exit(127)
         os.close(output)
         code = None
-        while code is None:  # also for orphans, which are reaped here
+        while code is None:  # a round per ended child, orphans included
             ended, status = os.waitpid(-1, 0)
             code = os.waitstatus_to_exitcode(status) if ended == pid else None
         # The tested code may have left processes that still write files.

@@ -153,7 +153,7 @@ class Checkpointer:
         self._due_kind = PROCESS
 
     async def _capture(self, turn: int) -> None:
-        """Take a capture of the due kind, or of files if processes can't be captured; submit it."""
+        """Take and submit a capture of the due kind, or of files if processes can't be captured."""
         wanted = self._due_kind
         possible = self.box.capture_kinds
         made = await self._take(wanted) if wanted in possible else None

@@ -243,7 +243,7 @@ class Criu:
     def _serve(
         self, channel: socket.socket, log: int, listener: int, on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
-        """Answer CRIU's notifications and keep its log. Return CRIU's result, {} if it has none."""
+        """Answer CRIU's notifications and keep its log. Return its result, {} if there is none."""
         program = kernel.filter_program() if listener >= 0 else b""
         poll = select.poll()
         for fd in (channel.fileno(), log, *([listener] if listener >= 0 else [])):

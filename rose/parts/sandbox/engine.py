@@ -184,7 +184,7 @@ class Engine:
         return ticket
 
     def urge(self, name: str, late: bool = False) -> None:
-        """Give queued captures of `name` priority. `late`: count them; the next turn has begun."""
+        """Give queued captures of `name` priority. `late`: count them as late."""
         for stage in ("save", "copy"):
             for ticket in self._waiting[stage] + self._at_work[stage]:
                 if ticket.name == name:

@@ -365,7 +365,7 @@ def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """Execute `argv` in this process, with the sandbox's limits and without process 1's rights."""
-    # Python, nohup or a script's `&` make some signals ignored. The program must ignore none.
+    # Python, nohup and a script's `&` have some signals ignored. The program must ignore none.
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # signals that the C library reserves
             signal.signal(number, signal.SIG_DFL)

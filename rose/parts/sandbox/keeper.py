@@ -201,7 +201,7 @@ class Keeper:
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
                 os.read(mapped[0], 1)
-                with contextlib.suppress(PermissionError):  # without root: groups stay, unmapped
+                with contextlib.suppress(PermissionError):  # without root, groups stay unmapped
                     os.setgroups([])
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
@@ -257,7 +257,8 @@ class Keeper:
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
         ):
-            # When memory is full, kill the agent's processes first. Without root this fails.
+            # If memory is full, the kernel kills the agent's processes first. Without root this
+            # fails.
             file.write("-900")
         self.sandboxes[pid] = (self.made, spaces, spec, user)
         os.write(go, b"g")

@@ -55,7 +55,8 @@ class Recorder:
         self._copied = 0
 
     def record(self, root: int, prefix: str) -> None:
-        """Record the folder `root` (a file descriptor), the new working directory, as `prefix`."""
+        """Record the folder `root` (a descriptor) as `prefix`, and make it the working
+        directory."""
         os.fchdir(root)
         self._record_entry(prefix, ".")
         self._record_contents(prefix, ".")

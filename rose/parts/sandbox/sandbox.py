@@ -170,8 +170,8 @@ class Sandbox:
         return Result(output, code, note, seconds, restarted)
 
     async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
-        """Return the shell's state, as printed for `ACCOUNT`; None if it is too long, or late so
-        that the shell was stopped or restarted. Raises `SandboxError`."""
+        """Return the shell's state, as printed for `ACCOUNT`. None if it is too long, or if it was
+        late and the shell had to be stopped. Raises `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         running = _Account(self.shell, ACCOUNT_BYTES)
@@ -199,8 +199,9 @@ class Sandbox:
     async def _settle(
         self, running: _RunningCommand, ticks: int, wait_s: float
     ) -> tuple[str, bool]:
-        """Stop the command or restart the session, unless it can take a new command. Return a text
-        about that, and whether the session is new. `ticks`: when the command began."""
+        """Stop the command or restart the session, unless the session can take a new command.
+        Return a text about that, and whether the session is new. `ticks`: when the command
+        began."""
         if running.done.done() and running.stopped is None:
             return "", False
         if self._ended.done():

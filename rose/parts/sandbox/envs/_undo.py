@@ -37,7 +37,7 @@ _held: list[_State] = []  # states of all sandboxes of this process, the oldest 
 
 
 class Undo:
-    """The states of a sandbox. `resumed`: it was restored, which lost the earlier states."""
+    """The states of a sandbox. `resumed`: a restore from a checkpoint has lost earlier states."""
 
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed

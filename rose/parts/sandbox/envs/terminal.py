@@ -1,8 +1,8 @@
 """A shell in a sandbox: the agent calls `bash`, and hidden tests judge the final state.
 
 Tasks are folders (`_tasks`) or easy built-in tasks for small models, the rungs of a ladder
-(`_ladder`). The tests run when the agent answers without a call, and when its turns are used up. If
-the host keeps checkpoints, an episode resumes from one, else by repeating its actions.
+(`_ladder`). The tests run when the agent answers without a call, and when its turns are used up. An
+episode resumes from a checkpoint or, if the host keeps none, by repeating its actions.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "
 
 
 class Terminal:
-    """An environment with the tasks of the folder `tasks`, or `rungs` of the ladder if it is
-    "ladder". `edit_file` and `undo` add tools. A command may take `command_s` seconds and show
+    """An environment with the tasks of the folder `tasks`, or with `rungs` if `tasks` is "ladder".
+    `edit_file` and `undo` add tools. A command may take `command_s` seconds and show
     `output_bytes`. The reward is the tests' verdict; 1 is a success. Raises `ConfigError`."""
 
     requires_tool = False
