@@ -34,7 +34,7 @@ FILES = {  # controller -> file of its limit in v1 and in v2
 }
 
 
-def began(pid: int | str) -> int | None:
+def start_ticks(pid: int | str) -> int | None:
     """Return a process's start in clock ticks after boot; None if it has ended or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def began(pid: int | str) -> int | None:
 def own_name() -> str:
     """Return the prefix of the names of this process's groups. It contains the PID namespace,
     because containers can share control groups although their process ids mean other processes."""
-    return f"rose-{os.getpid()}-{began(os.getpid())}-{_pid_namespace()}"
+    return f"rose-{os.getpid()}-{start_ticks(os.getpid())}-{_pid_namespace()}"
 
 
 def _pid_namespace() -> int:
@@ -155,7 +155,7 @@ class Groups:
             for folder in parent.glob("rose-*"):
                 name = NAME.fullmatch(folder.name)
                 here = name is not None and int(name[3]) == _pid_namespace()
-                if name and here and began(name[1]) != int(name[2]):
+                if name and here and start_ticks(name[1]) != int(name[2]):
                     _remove(folder)
                     found.add(folder.name)
         return sorted(found)

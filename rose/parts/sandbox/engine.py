@@ -173,7 +173,7 @@ class Engine:
         keep_image: bool = False,
         life: int = 0,
     ) -> Ticket | None:
-        """Enqueue a capture of `raw` bytes. If it has no room, remove it and return None."""
+        """Enqueue a capture of `raw` bytes. If there is no room, remove it and return None."""
         if not self.room(raw):
             self._remove(folder)
             return None

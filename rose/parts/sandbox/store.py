@@ -7,8 +7,7 @@
 
 A manifest is written last, with its own hash. It names all of its packs, so a turn needs no other
 turn's manifest. Several processes on several machines may use one folder if its file system has
-flock. A pack is kept while any of its chunks is used. There is no defence against malicious
-writers.
+flock. A pack is kept while any of its chunks is used. Malicious writers can damage the store.
 """
 
 from __future__ import annotations

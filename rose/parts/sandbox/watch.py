@@ -89,13 +89,13 @@ class Layer:
     def look(self, events: list[kernel.Event]) -> tuple[str | None, list[str] | None]:
         """Return a path that changed (None: none did), and the files whose content may have changed
         although their times have not (None: any file). `events`: new events of the queue."""
-        told, closed, lost = self._events(events)
+        reported, closed, lost = self._events(events)
         changed: str | None = None
         seen, left = set(), [""]
         while left:
             path = left.pop()
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone just now
-                found, difference = self._folder(path, lost or path in told)
+                found, difference = self._folder(path, lost or path in reported)
                 if difference is not None and changed is None:
                     changed = f"{path}/{difference}" if path and difference else path or difference
                 seen.add(path)
@@ -117,10 +117,10 @@ class Layer:
             return old, None
         if not same:
             self._watch(path)
-        new = self.known[path] = self._read(path)
+        new = self.known[path] = self._read_folder(path)
         return new, old.difference(new) if old is not None else ""
 
-    def _read(self, path: str) -> Folder:
+    def _read_folder(self, path: str) -> Folder:
         fd = os.open(path or ".", FOLDER_FLAGS, dir_fd=self.root)
         try:
             files, folders = {}, set()
@@ -158,17 +158,17 @@ class Layer:
     def _events(self, events: list[kernel.Event]) -> tuple[set[str], set[str], bool]:
         """Return the folders of files with events, the files that were closed after writing, and
         whether inotify has lost events because there were too many."""
-        told, closed, lost = set(), set(), False
+        reported, closed, lost = set(), set(), False
         for folder, mask, name in events:
             lost = lost or bool(mask & kernel.IN_Q_OVERFLOW)
             path = self.watched.get(folder)
             if mask & kernel.IN_IGNORED:
                 self.watched.pop(folder, None)
             elif path is not None:
-                told.add(path)
+                reported.add(path)
                 if mask & kernel.IN_CLOSE_WRITE and name:
                     closed.add(f"{path}/{name}" if path else name)
-        return told, closed, lost
+        return reported, closed, lost
 
     def _is_known(self, path: str) -> bool:
         folder, _, name = path.rpartition("/")
@@ -245,23 +245,23 @@ class Processes:
                     running.switches = now.switches
 
 
-def _read(path: str, errors: str = "replace") -> str:
+def _read_text(path: str, errors: str = "replace") -> str:
     with open(path, errors=errors, encoding="utf-8") as file:
         return file.read()
 
 
 def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
     """Return a process's key (id, start), None for a zombie, and its state. Raises OSError."""
-    before, _, after = _read(f"/proc/{pid}/stat").rpartition(")")
+    before, _, after = _read_text(f"/proc/{pid}/stat").rpartition(")")
     values = after.split()
     running = Running(before.partition("(")[2], ())
     if values[0] in "ZX":
         return None, running
-    limits = (_read(f"/proc/{pid}/limits"), _read(f"/proc/{pid}/oom_score_adj"))
+    limits = (_read_text(f"/proc/{pid}/limits"), _read_text(f"/proc/{pid}/oom_score_adj"))
     running.limits = (*values[15:17], *values[37:39], *limits)
     threads = os.listdir(f"/proc/{pid}/task") if values[17] != "1" else [pid]
     for thread in sorted(threads):
-        for line in _read(f"/proc/{pid}/task/{thread}/status").split("\n"):
+        for line in _read_text(f"/proc/{pid}/task/{thread}/status").split("\n"):
             if "ctxt_switches" in line:
                 running.switches += (thread, line.split()[1])
             elif line == "State:\tR (running)":
@@ -281,7 +281,7 @@ def _open_files(pid: str) -> tuple[dict[str, tuple], tuple[str, ...]]:
         if stat.S_ISREG(status.st_mode) and not _only_appends(_descriptor(pid, fd)):
             found[os.readlink(path)] = (status.st_ino, status.st_ctime_ns)
     mapped = []
-    for line in _read(f"/proc/{pid}/maps", "surrogateescape").split("\n")[:-1]:
+    for line in _read_text(f"/proc/{pid}/maps", "surrogateescape").split("\n")[:-1]:
         _, rights, *_, path = line.split(" ", 5)
         path = path.strip().removesuffix(" (deleted)")
         if path.startswith("/"):
@@ -332,7 +332,7 @@ class Queues:
 
 def _descriptor(pid: str, fd: str) -> dict[str, str]:
     """Read /proc/PID/fdinfo/FD: `pos`, `flags` (octal) and the last `lock`, if there is one."""
-    lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
+    lines = _read_text(f"/proc/{pid}/fdinfo/{fd}").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
@@ -344,12 +344,12 @@ def _only_appends(descriptor: dict[str, str]) -> bool:
 # --------------------------------------------------------------------------- the session
 
 
-def waits(session: int) -> bool:
+def waits_for_command(session: int) -> bool:
     """Wait up to `SETTLE_S` until the session's bash reads its next command. Return whether it
     does. Only then its file descriptors are the same as before the command."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
-        if _read(f"/proc/{session}/syscall").startswith(f"{READ_CALL} 0x0 "):
+        if _read_text(f"/proc/{session}/syscall").startswith(f"{READ_CALL} 0x0 "):
             return True
         time.sleep(0.0002)
     return False
@@ -357,14 +357,14 @@ def waits(session: int) -> bool:
 
 def session_state(session: int) -> dict[str, str]:
     """Return the kernel's state of the session: name of a part -> its text. Raises OSError."""
-    values = _read(f"/proc/{session}/stat").rpartition(")")[2].split()
-    status = _read(f"/proc/{session}/status").splitlines()
+    values = _read_text(f"/proc/{session}/stat").rpartition(")")[2].split()
+    status = _read_text(f"/proc/{session}/status").splitlines()
     parts = {
         "the shell itself": f"{session} {values[19]}",
         "the shell's priority": " ".join(values[15:17] + values[37:39]),
         "the shell's rights and signals": "\n".join(x for x in status if x.startswith(ATTRIBUTES)),
         "the working directory": os.readlink(f"/proc/{session}/cwd"),
-        "System V's shared memory": "".join(map(_read, SYSTEM_V)),
+        "System V's shared memory": "".join(map(_read_text, SYSTEM_V)),
     }
     lines = []
     for fd in sorted(os.listdir(f"/proc/{session}/fd"), key=int):
@@ -406,7 +406,7 @@ class Watch:
         """Return what changed since the last look: texts `files` and `processes` (null: nothing),
         `unsure` as `Layer.look`, and `blind`, why a change of files may be missed. `session`: id of
         the session's bash; `spare`: ids of processes that are not the agent's. Raises OSError."""
-        if session == 0 or not waits(session):
+        if session == 0 or not waits_for_command(session):
             raise OSError(errno.EAGAIN, "the shell does not wait for a command")
         changed: str | None = None
         unsure: set[str] | None = set()

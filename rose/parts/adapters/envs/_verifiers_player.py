@@ -260,7 +260,7 @@ async def serve(player, answer):
     orders = asyncio.StreamReader(limit=2**24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
 
-    async def one(order):
+    async def play_one(order):
         try:
             said = await player.play(order)
         except asyncio.CancelledError:
@@ -283,7 +283,7 @@ async def serve(player, answer):
                 if order["cancel"] in running:
                     running[order["cancel"]].cancel()
             else:
-                running[order["name"]] = asyncio.create_task(one(order))
+                running[order["name"]] = asyncio.create_task(play_one(order))
                 await asyncio.sleep(0)  # so that the task begins, else a cancel has no answer
             line = await orders.readline()
         for task in [*running.values()]:

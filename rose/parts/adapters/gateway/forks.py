@@ -58,7 +58,7 @@ class _Server:
         self._function, self._process = function, process
         self._pids: dict[str, asyncio.Future[int]] = {}  # trajectory's name -> pid
         self._codes: dict[str, asyncio.Future[int]] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read_answers())
 
     @classmethod
     async def start(cls, function: str, given: Sequence[str]) -> _Server:
@@ -103,7 +103,7 @@ class _Server:
             raise OSError(f"the imports of {self._function} took more than {START_S:g} s")
         return Program(name, pid.result(), code, log)
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         while line := await self._process.stdout.readline():
             answer = json.loads(line)
             if "error" in answer:

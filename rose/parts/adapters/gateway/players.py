@@ -101,7 +101,7 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._playing: dict[str, Playing] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read_answers())
 
     @classmethod
     async def start(cls, verifiers: Verifiers) -> _Process:
@@ -151,7 +151,7 @@ class _Process:
     def send(self, order: dict[str, Any]) -> None:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         cause = "the process that plays the episodes has ended"
         try:
             while line := await self._process.stdout.readline():

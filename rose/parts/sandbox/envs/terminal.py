@@ -157,7 +157,7 @@ class Terminal:
         tasks = sorted({t for split in self.tasks or () for t in split}, key=lambda t: t.name)
         gate = asyncio.Semaphore(processes.cores())
 
-        async def one(task: _tasks.Task) -> str:
+        async def try_one(task: _tasks.Task) -> str:
             env = copy.copy(self)
             env._task = task
             async with gate:
@@ -175,7 +175,7 @@ class Terminal:
                 return _stopped_text(task)
             return f"task {task.name} is passed before its agent begins" if reward >= 1 else ""
 
-        return len(tasks), [words for words in await asyncio.gather(*map(one, tasks)) if words]
+        return len(tasks), [words for words in await asyncio.gather(*map(try_one, tasks)) if words]
 
     def _draw(self, seed: int) -> None:
         """Choose the episode's task or rung."""
