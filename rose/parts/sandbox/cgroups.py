@@ -145,7 +145,7 @@ class Groups:
     def remove(self, name: str) -> None:
         """Kill the group's processes and remove the group, within `END_S` at most."""
         for parent in self.parents:
-            _remove(parent / name)
+            _remove_group(parent / name)
 
     def remove_stale(self) -> list[str]:
         """Remove the groups of keepers that have ended, and return the groups' names. Groups of
@@ -156,15 +156,15 @@ class Groups:
                 name = NAME.fullmatch(folder.name)
                 here = name is not None and int(name[3]) == _pid_namespace()
                 if name and here and start_ticks(name[1]) != int(name[2]):
-                    _remove(folder)
+                    _remove_group(folder)
                     found.add(folder.name)
         return sorted(found)
 
 
-def _remove(folder: Path) -> None:
+def _remove_group(folder: Path) -> None:
     until = time.monotonic() + END_S
     while folder.exists():
-        for pid in _members(folder):
+        for pid in _process_ids(folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):  # busy while a process is in it
@@ -175,6 +175,6 @@ def _remove(folder: Path) -> None:
         time.sleep(0.002)
 
 
-def _members(folder: Path) -> Iterator[int]:
+def _process_ids(folder: Path) -> Iterator[int]:
     with contextlib.suppress(OSError):
         yield from map(int, (folder / "cgroup.procs").read_text(encoding="utf-8").split())

@@ -171,16 +171,16 @@ class Criu:
         options = _options(self.images) + [(2, session), (3, 1)]
         answer = self._request(DUMP, options, on_held)
         if not answer.get(2):
-            raise self._error("can't write the processes")
+            raise self._failure("can't write the processes")
 
     def restore(self) -> int:
         """Restore the processes, and return the session's process id."""
         answer = self._request(RESTORE, _options(self.images), None)
         if not answer.get(2):
-            raise self._error("can't make the processes again")
+            raise self._failure("can't make the processes again")
         return decode(answer[4])[1]
 
-    def _error(self, what: str) -> CriuError:
+    def _failure(self, what: str) -> CriuError:
         lines = [
             line for line in self._log.decode(errors="replace").splitlines() if "Error" in line
         ]

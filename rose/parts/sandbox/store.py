@@ -127,7 +127,7 @@ class Store:
             raise StoreDamaged(
                 f"{capture}: {missing[0]['path']} has no data, and there's no parent"
             )
-        old = {e["path"]: e.get("data") for e in json.loads(self._content(before, LISTING))}
+        old = {e["path"]: e.get("data") for e in json.loads(self._content_of(before, LISTING))}
         taken = {entry["data"] for entry in entries}
         numbers = (n for n in range(len(entries) + len(taken)) if f"data/{n}" not in taken)
         unchanged = {}
@@ -205,10 +205,10 @@ class Store:
         if to._has_later_life(made):
             return None
         for pack in made.packs:
-            if not to._has(pack):
+            if not to._has_pack(pack):
                 written += self._copy_pack(pack, to, pace)
         with to._locked(fcntl.LOCK_SH):
-            gone = [pack for pack in made.packs if not to._has(pack)]
+            gone = [pack for pack in made.packs if not to._has_pack(pack)]
             if not gone:
                 written += to._write_manifest(made)
         if gone:  # packs that were removed meanwhile, because no manifest named them
@@ -262,12 +262,12 @@ class Store:
 
     def _read_manifest(self, path: Path) -> Manifest:
         try:
-            return self._parse(path, path.read_bytes())
+            return self._parse_manifest(path, path.read_bytes())
         except OSError as error:
             raise StoreDamaged(f"{path}: {error.strerror}") from None
 
     @staticmethod
-    def _parse(path: Path, data: bytes) -> Manifest:
+    def _parse_manifest(path: Path, data: bytes) -> Manifest:
         import zstandard
 
         body = data[HASH_BYTES:]
@@ -317,7 +317,7 @@ class Store:
             raise
         return into
 
-    def _content(self, made: Manifest, where: str) -> bytes:
+    def _content_of(self, made: Manifest, where: str) -> bytes:
         with Reading(self._places()) as reading:
             return b"".join(map(bytes, reading.pieces(made, made.files[where][1])))
 
@@ -356,7 +356,7 @@ class Store:
                 key = (str(path), found.st_ino, found.st_mtime_ns)
                 with contextlib.suppress(StoreDamaged):
                     known = self._named.get(key)
-                    seen[key] = known or self._parse(path, path.read_bytes()).packs
+                    seen[key] = known or self._parse_manifest(path, path.read_bytes()).packs
         self._named = seen
         return {pack for packs in seen.values() for pack in packs}
 
@@ -376,9 +376,9 @@ class Store:
         unique = f"{os.uname().nodename}-{os.getpid()}-{time.monotonic_ns()}-{next(self._parts)}"
         return self.folder / "parts" / f"{unique}-{id(self)}"
 
-    def _has(self, pack: str) -> bool:
+    def _has_pack(self, pack: str) -> bool:
         return self._pack_path(pack).exists() or (
-            self.behind is not None and self.behind._has(pack)
+            self.behind is not None and self.behind._has_pack(pack)
         )
 
     def _places(self) -> list[Path]:

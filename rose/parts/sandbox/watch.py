@@ -393,14 +393,14 @@ class Watch:
         self.session: dict[str, str] = {}
         self.full: str | None = None
 
-    def _events(self) -> list[kernel.Event]:
+    def _take_events(self) -> list[kernel.Event]:
         new = kernel.events(self.queue) if isinstance(self.queue, int) else []
         return self.events + new
 
     def resume(self) -> None:
         """Have the next `look` ignore what a capture did to processes."""
         self.processes.resume()
-        self.events = self.written.others(self._events())
+        self.events = self.written.others(self._take_events())
 
     def look(self, session: int, spare: tuple[int, ...]) -> dict[str, Any]:
         """Return what changed since the last look: texts `files` and `processes` (null: nothing),
@@ -410,7 +410,7 @@ class Watch:
             raise OSError(errno.EAGAIN, "the shell does not wait for a command")
         changed: str | None = None
         unsure: set[str] | None = set()
-        events, self.events = self._events(), []
+        events, self.events = self._take_events(), []
         for layer in self.layers:
             path, doubted = layer.look(events)
             changed = f"{layer.at}/{path}" if changed is None and path is not None else changed

@@ -38,14 +38,14 @@ class Written:
     def watch(self, names: dict[Key, str]) -> None:
         """Watch the processes in `names` (key -> name) with their threads, and no others."""
         for key in self.watched.keys() - names.keys():
-            self._forget(self.watched.pop(key))
+            self._unwatch(self.watched.pop(key))
         for key, name in names.items():
             own = f"/proc/{key[0]}"
             # An error means that the process has just ended, or that no watch is left.
             with contextlib.suppress(OSError):
                 wanted = {own, *(f"{own}/task/{thread}" for thread in os.listdir(f"{own}/task"))}
                 known = self.watched.setdefault(key, {})
-                self._forget({folder: known.pop(folder) for folder in known.keys() - wanted})
+                self._unwatch({folder: known.pop(folder) for folder in known.keys() - wanted})
                 for folder in wanted - known.keys():
                     known[folder] = self._watch_folder(folder, name)
 
@@ -61,7 +61,7 @@ class Written:
         self._names[number] = name
         return number, fd
 
-    def _forget(self, folders: dict[str, tuple[int, int]]) -> None:
+    def _unwatch(self, folders: dict[str, tuple[int, int]]) -> None:
         for number, fd in folders.values():
             self._names.pop(number, None)
             kernel.unwatch(self.queue, number)

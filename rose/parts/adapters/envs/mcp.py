@@ -129,7 +129,7 @@ class Mcp:
             if error.code == CONNECTION_CLOSED:
                 raise
             return f"Error: {error}"[: self.most], True
-        return _text(result)[: self.most] or "(no text)", bool(result.is_error)
+        return _text_of(result)[: self.most] or "(no text)", bool(result.is_error)
 
     async def _wait_for(self, future: asyncio.Future) -> Any:
         """Wait for the session's answer. Raises its error, or `ConnectionError` if it ends."""
@@ -207,7 +207,7 @@ class Mcp:
         return self.url or " ".join(self.command)
 
 
-def _text(result: CallToolResult) -> str:
+def _text_of(result: CallToolResult) -> str:
     return "\n".join(part.text for part in result.content if part.type == "text")
 
 

@@ -118,7 +118,7 @@ class Textarena:
 
     def _new_game(self, seed: int) -> None:
         with self._own_generators():
-            self._game = _make(self.game, self.options)
+            self._game = _make_game(self.game, self.options)
             self._game.reset(num_players=self.players, seed=seed % 2**32)
 
     def _play(self, move: str) -> bool:
@@ -211,7 +211,7 @@ def _generators_of(seed: int) -> tuple:
     return random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
 
-def _make(game: str, options: dict[str, Any]) -> ta.Env:
+def _make_game(game: str, options: dict[str, Any]) -> ta.Env:
     return ta.make(game + RAW, **options)
 
 
@@ -223,7 +223,7 @@ def _players(game: str, players: int | None, options: str) -> int:
     before = random.getstate(), np.random.get_state()
     for count in range(1, MOST_PLAYERS + 1) if players is None else [players]:
         try:
-            _make(game, json.loads(options)).reset(num_players=count, seed=1)
+            _make_game(game, json.loads(options)).reset(num_players=count, seed=1)
             return count
         except Exception as raised:  # any error, such as a game's assert or a missing file
             if not isinstance(error, SyntaxError | LookupError | OSError | ImportError):

@@ -69,7 +69,7 @@ def read_prompt(body: dict[str, Any]) -> Query:
     tools = fields.items(take(body, "tools", list, []), "tools")
     return Query(
         tuple(messages),
-        [_tool(tool) for tool in tools],
+        [_tool_schema(tool) for tool in tools],
         fields.count(body, "max_tokens"),
         fields.stops(body, "stop_sequences"),
         fields.rest(body, FIELDS),
@@ -86,18 +86,18 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
     if role == "system":
-        return [Message(role, text)] if (text := _system(_parts(content), where)) else []
+        return [Message(role, text)] if (text := _system(_as_parts(content), where)) else []
     if isinstance(content, str):
         return [Message(role, content)]
     blocks = fields.items(content, f"{where}.content")
     if role == "assistant":
-        return [_assistant(blocks, where)]
-    results = [_result(b, where) for b in blocks if b.get("type") == "tool_result"]
+        return [_assistant_message(blocks, where)]
+    results = [_result_message(b, where) for b in blocks if b.get("type") == "tool_result"]
     texts = _texts([block for block in blocks if block.get("type") != "tool_result"], where)
     return results + ([Message.of(role, texts)] if texts else [])
 
 
-def _parts(content: str | list[Any]) -> list[Any]:
+def _as_parts(content: str | list[Any]) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -114,7 +114,7 @@ def _texts(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
     return tuple(text for text in fields.texts(blocks, TEXT, where) if text)
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
+def _assistant_message(blocks: list[dict[str, Any]], where: str) -> Message:
     calls, said, thought = [], [], []
     for block in blocks:
         match block.get("type"):
@@ -131,12 +131,12 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
     return Message.of("assistant", parts, calls=tuple(calls), thought="".join(thought))
 
 
-def _result(block: dict[str, Any], where: str) -> Message:
+def _result_message(block: dict[str, Any], where: str) -> Message:
     texts = fields.texts(block.get("content"), TEXT, f"{where}.content")
     return Message("tool", "\n".join(texts), call_id=take(block, "tool_use_id", str, ""))
 
 
-def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+def _tool_schema(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type") not in (None, "custom"):
         raise bad(f"tools: of type {raw['type']!r}; only an agent's own are supported")
     schema = take(raw, "input_schema", dict, {})
@@ -149,7 +149,7 @@ def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the body of the response."""
     return _head(answer, model) | {
         "content": _blocks(answer),
-        "stop_reason": _reason(answer),
+        "stop_reason": _stop_reason(answer),
         "stop_sequence": answer.stopped_by,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.tokens)},
     }
@@ -163,7 +163,7 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
         {"type": "message_start", "message": _head(answer, model) | empty}
     ]
     for index, block in enumerate(_blocks(answer)):
-        begin, delta = _in_parts(block)
+        begin, delta = _stream_parts(block)
         events += [
             {"type": "content_block_start", "index": index, "content_block": begin},
             {"type": "content_block_delta", "index": index, "delta": delta},
@@ -172,7 +172,7 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
     events += [
         {
             "type": "message_delta",
-            "delta": {"stop_reason": _reason(answer), "stop_sequence": answer.stopped_by},
+            "delta": {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stopped_by},
             "usage": {"output_tokens": len(answer.tokens)},
         },
         {"type": "message_stop"},
@@ -210,7 +210,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _stream_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the block with which the stream begins, and the delta that completes it."""
     match block["type"]:
         case "text":
@@ -222,7 +222,7 @@ def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return block | {"input": {}}, {"type": "input_json_delta", "partial_json": written}
 
 
-def _reason(answer: Answer) -> str:
+def _stop_reason(answer: Answer) -> str:
     if answer.stopped_by:
         return "stop_sequence"
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish]

@@ -71,7 +71,7 @@ def read(body: dict[str, Any]) -> Query:
     choice = take(body, "tool_choice", (str, dict), "auto")
     return Query(
         tuple(messages),
-        [_tool(tool) for tool in fields.items(take(body, "tools", list, []), "tools")],
+        [_tool_schema(tool) for tool in fields.items(take(body, "tools", list, []), "tools")],
         fields.count(body, "max_completion_tokens", "max_tokens"),
         fields.stops(body, "stop"),
         fields.rest(body, FIELDS),
@@ -104,7 +104,7 @@ def _message(raw: dict[str, Any], where: str) -> Message:
     return Message.of("assistant", parts, calls=tuple(calls), thought=thought, name=name)
 
 
-def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+def _tool_schema(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type", "function") != "function":
         raise bad(f"tools: of type {raw['type']!r}; only functions are supported")
     return fields.function(take(raw, "function", dict), "tools")

@@ -66,7 +66,7 @@ def read(body: dict[str, Any]) -> Query:
     reasoning = take(body, "reasoning", dict, {})
     return Query(
         tuple(messages),
-        [_tool(tool) for tool in tools],
+        [_tool_schema(tool) for tool in tools],
         fields.count(body, "max_output_tokens"),
         (),
         fields.rest(body, FIELDS),
@@ -95,13 +95,13 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
         where, kind = f"input[{i}]", item.get("type", "message")
         own = kind in ("function_call", "reasoning") or item.get("role") == "assistant"
         if kind == "message" and own:
-            extend(_first(item.get("content"), where))
+            extend(_first_text(item.get("content"), where))
         elif kind == "function_call":
             arguments = fields.arguments(item.get("arguments"), where)
             extend(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            extend(thought=_first(parts, where))
+            extend(thought=_first_text(parts, where))
         elif kind == "function_call_output":
             output = fields.texts(item.get("output"), TEXT, where)
             messages.append(Message.of("tool", output, call_id=take(item, "call_id", str)))
@@ -120,12 +120,12 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def _first(content: Any, where: str) -> str:
+def _first_text(content: Any, where: str) -> str:
     """Return the first part's text. vLLM ignores an assistant's other parts, too."""
     return next(iter(fields.texts(content, TEXT, where)), "")
 
 
-def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+def _tool_schema(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type") != "function":
         raise bad(f"tools: of type {raw.get('type')!r}; only functions are supported")
     return fields.function(raw, "tools")

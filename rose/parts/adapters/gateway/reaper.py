@@ -101,7 +101,7 @@ def _is_child(parent: int, pid: int) -> bool:
 def main() -> NoReturn:
     command = sys.argv[1:]
 
-    def become() -> NoReturn:
+    def execute() -> NoReturn:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
             signal.signal(number, signal.SIG_DFL)
         try:
@@ -110,7 +110,7 @@ def main() -> NoReturn:
             print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(127)
 
-    run(become, os.getppid())
+    run(execute, os.getppid())
 
 
 if __name__ == "__main__":

@@ -73,13 +73,13 @@ class Gateway:
 
     async def open(self, host: str, port: int = 0) -> None:
         """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_json])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_refuse_unknown])
         for path in ROUTES:
-            app.router.add_post(path, self._call, expect_handler=_expected)
-        app.router.add_post(COUNT, self._count_tokens, expect_handler=_expected)
-        app.router.add_get("/v1/models", self._models, expect_handler=_expected)
-        app.router.add_get("/v1/models/{name:.+}", self._models, expect_handler=_expected)
-        app.router.add_post("/reward", self._reward, expect_handler=_expected)
+            app.router.add_post(path, self._call, expect_handler=_answer_expect)
+        app.router.add_post(COUNT, self._count_tokens, expect_handler=_answer_expect)
+        app.router.add_get("/v1/models", self._models, expect_handler=_answer_expect)
+        app.router.add_get("/v1/models/{name:.+}", self._models, expect_handler=_answer_expect)
+        app.router.add_post("/reward", self._reward, expect_handler=_answer_expect)
         # aiohttp must not decompress, so that unknown encodings are refused in the API's form.
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
@@ -138,14 +138,14 @@ class Gateway:
                 streamed = fields.take(body, "stream", bool, False)
                 model = fields.take(body, "model", str, self._model)
         except ApiError as error:
-            return _refused(api, error)
+            return _refusal(api, error)
         task = asyncio.ensure_future(session.answer(query))
         if streamed:
             return await self._stream(request, api, task, model, body)
         try:
             answer = await task
         except ApiError as error:
-            return _refused(api, error)
+            return _refusal(api, error)
         _mark_delivered(request, answer)
         return web.json_response(api.write(answer, model, body))
 
@@ -162,7 +162,7 @@ class Gateway:
         await asyncio.wait({task}, timeout=PING_S)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if task.done() and isinstance(task.exception(), ApiError):
-            return _refused(api, task.exception())
+            return _refusal(api, task.exception())
         try:
             await response.prepare(request)
             while not task.done():
@@ -189,7 +189,7 @@ class Gateway:
                 query = await _read_query(request, anthropic_messages.read_prompt, body)
                 count = await session.prompt_tokens(query)
         except ApiError as error:
-            return _refused(anthropic_messages, error)
+            return _refusal(anthropic_messages, error)
         return web.json_response({"input_tokens": count})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -197,7 +197,7 @@ class Gateway:
             with self._session(request).counted(is_call=False):
                 pass
         except ApiError as error:
-            return _refused(openai_chat, error)
+            return _refusal(openai_chat, error)
         asked = request.match_info.get("name")
         model = _model(asked or self._model)
         return web.json_response(model if asked else {"object": "list", "data": [model]})
@@ -212,7 +212,7 @@ class Gateway:
                 except ValueError as error:
                     raise fields.bad(str(error)) from None
         except ApiError as error:
-            return _refused(openai_chat, error)
+            return _refusal(openai_chat, error)
         return web.json_response({"ok": True})
 
 
@@ -228,12 +228,12 @@ def _api_of(request: web.Request) -> ModuleType:
     return anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
 
 
-async def _expected(request: web.Request) -> web.Response | None:
+async def _answer_expect(request: web.Request) -> web.Response | None:
     """Answer the header Expect. Only 100-continue is supported."""
     expected = request.headers.get("Expect", "")
     if expected.lower() != "100-continue":
         words = f"Expect: {expected[:80]!r}; there is 100-continue"
-        return _refused(_api_of(request), ApiError(417, words))
+        return _refusal(_api_of(request), ApiError(417, words))
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # for a count of the answer's bytes alone
@@ -241,7 +241,7 @@ async def _expected(request: web.Request) -> web.Response | None:
 
 
 @web.middleware
-async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _refuse_unknown(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse unknown routes and methods in the form of the API to which the path belongs."""
     try:
         return await handler(request)
@@ -249,7 +249,7 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         api = _api_of(request)
         known = ", ".join(f"POST {path}" for path in (*ROUTES, COUNT, "/reward"))
         words = f"{request.method} {request.path[:200]}: there are {known} and GET /v1/models"
-        refused = _refused(api, ApiError(error.status, words, "not_found"))
+        refused = _refusal(api, ApiError(error.status, words, "not_found"))
         if allowed := error.headers.get("Allow"):
             refused.headers["Allow"] = allowed
         return refused
@@ -329,7 +329,7 @@ async def _read_query(request: web.Request, read: Callable[[Any], Query], body: 
     return await asyncio.to_thread(read, body)
 
 
-def _refused(api: ModuleType, error: ApiError) -> web.Response:
+def _refusal(api: ModuleType, error: ApiError) -> web.Response:
     headers = {"Retry-After": "1"} if error.status == 429 else None
     return web.json_response(api.refuse(error), status=error.status, headers=headers)
 

@@ -126,11 +126,11 @@ def problem(backend: str) -> str:
     """Return why sandboxes of this backend can't restore earlier states; "" if they can. The
     calling thread must have no running event loop. Raises `SandboxError`."""
 
-    async def look() -> str:
+    async def try_capture() -> str:
         async with await Sandbox.start(Spec(), backend) as box:
             return "" if box.capture_kinds else f"backend {box.backend} captures no state"
 
     try:
-        return asyncio.run(look())
+        return asyncio.run(try_capture())
     finally:
         probe.close()
