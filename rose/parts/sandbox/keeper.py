@@ -257,8 +257,7 @@ class Keeper:
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
         ):
-            # If memory is full, the kernel kills the agent's processes first. Without root this
-            # fails.
+            # Have the kernel kill the agent's processes first. Without root this fails.
             file.write("-900")
         self.sandboxes[pid] = (self.made, spaces, spec, user)
         os.write(go, b"g")

@@ -55,8 +55,7 @@ class Recorder:
         self._copied = 0
 
     def record(self, root: int, prefix: str) -> None:
-        """Record the folder `root` (a descriptor) as `prefix`, and make it the working
-        directory."""
+        """Record `root` (a file descriptor) as `prefix`, and make it the working directory."""
         os.fchdir(root)
         self._record_entry(prefix, ".")
         self._record_contents(prefix, ".")

@@ -200,8 +200,7 @@ class Sandbox:
         self, running: _RunningCommand, ticks: int, wait_s: float
     ) -> tuple[str, bool]:
         """Stop the command or restart the session, unless the session can take a new command.
-        Return a text about that, and whether the session is new. `ticks`: when the command
-        began."""
+        Return a text about that, and whether the session is new. `ticks`: the command's start."""
         if running.done.done() and running.stopped is None:
             return "", False
         if self._ended.done():

@@ -39,7 +39,7 @@ SYSTEM = (
     "call: then it is tested."
 )
 FILE_BYTES = 1 << 20
-MOST_WARNINGS = 256  # warnings of which each is printed once
+MOST_WARNINGS = 256  # most warnings that are remembered as printed
 SPARE_MIB = 64  # MiB of memory that a sandbox needs beyond its disk, which is in memory
 
 
