@@ -93,7 +93,7 @@ async def _take_namespaces(
     program = criu.order() if kind == PROCESS else None
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
-        if shell.keeper.root:  # for writes by the sandbox's root user
+        if shell.keeper.root:  # folder for writes by the sandbox's root user
             os.chown(folder / name, shell.user, shell.user)
     with contextlib.ExitStack() as held:
         fds = [await shell.upper()]

@@ -66,7 +66,7 @@ def _serve(
     output: int,
     to: int,
 ) -> None:
-    """As process 1 of the check, prepare its root, run its program and send the result to `to`."""
+    """Prepare the check's root, run its program and send the result to `to`, as process 1."""
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         paths = [spec["workdir"], *(each["target"] for each in spec["mounts"])]

@@ -140,6 +140,7 @@ def order() -> dict[str, Any]:
 @dataclass(frozen=True)
 class Opened:
     """File descriptors of an installed CRIU."""
+
     loader: int
     libraries: tuple[int, ...]
     program: int

@@ -22,6 +22,7 @@ KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID",
 
 class Runsc:
     """The commands of runsc for a sandbox (`piped.Program`)."""
+
     NAME, PROGRAM, keeps_files = NAME, PROGRAM, False
     captures: ClassVar[dict[str, str]] = {
         "files": "its files are in its own kernel, whose images include the processes",

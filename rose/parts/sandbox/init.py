@@ -181,6 +181,7 @@ def create_session_pipes(folder: str) -> None:
 
 class Init:
     """Serves the host's orders as process 1 of a sandbox."""
+
     def __init__(self, spec: dict[str, Any], control: socket.socket, upper: int) -> None:
         self.spec, self.control, self.upper = spec, control, upper
         self.watch: Watch | None = None  # None before the first look
@@ -301,7 +302,7 @@ class Init:
                 open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file,
             ):
                 file.write("500")
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # until execve of the program
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # undone by the program's execve
         return pid
 
     def begin_session(self, cwd: str | None) -> int:

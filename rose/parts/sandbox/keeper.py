@@ -79,6 +79,7 @@ FORBIDDING = {  # setting -> value that forbids user namespaces
 
 class Keeper:
     """Creates sandboxes, serves the host's orders, and removes the remains of ended sandboxes."""
+
     def __init__(self, host: socket.socket) -> None:
         self.host = host
         self.groups = Groups()
@@ -194,14 +195,13 @@ class Keeper:
         if first == 0:
             try:
                 reset_signals()
-                # The kernel counts resources of a namespace's users for its creator, too.
-                if user:
+                if user:  # because a namespace's resources count for its creator, too
                     kernel.become(user)
                 kernel.unshare(NEW_NAMESPACES)
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
                 os.read(mapped[0], 1)
-                with contextlib.suppress(PermissionError):  # without root, groups stay unmapped
+                with contextlib.suppress(PermissionError):  # groups stay unmapped without root
                     os.setgroups([])
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)

@@ -302,6 +302,7 @@ def filter_program() -> bytes:
 
 class _Compare(ctypes.Structure):
     """A condition on one argument of a system call (libseccomp's `scmp_arg_cmp`)."""
+
     _fields_ = [
         ("arg", ctypes.c_uint),
         ("op", ctypes.c_int),

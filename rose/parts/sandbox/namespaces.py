@@ -382,9 +382,7 @@ class Namespaces:
                 await _until_end(result, output, ANSWER_BYTES, ANSWER_BYTES)
         except TimeoutError:
             raise SandboxError(f"backend {NAME}: no {do} within {wait_s:g} s") from None
-        answer = json.loads(
-            output or b'{"failed": "the process of the order was killed"}'
-        )
+        answer = json.loads(output or b'{"failed": "the process of the order was killed"}')
         if "failed" in answer:
             raise SandboxError(f"backend {NAME}: {answer['failed']}")
         return answer

@@ -49,6 +49,7 @@ class Pace:
 
 class Packer:
     """Carries out orders on the stores in the folders `local` and `shared`."""
+
     def __init__(self, local: Path, shared: Path, bytes_per_s: float) -> None:
         self.shared = Store(shared, sync=True)
         self.local = Store(local, behind=self.shared)

@@ -183,7 +183,7 @@ class Store:
                 file.flush()
                 if self.sync:
                     os.fsync(file.fileno())
-            for last in (False, True):  # again if `forget` has just removed the folder
+            for last in (False, True):  # repeated if `forget` has just removed the folder
                 path.parent.mkdir(exist_ok=True)
                 try:
                     part.replace(path)

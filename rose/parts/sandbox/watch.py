@@ -314,7 +314,7 @@ class Queues:
                     self.sockets.add(status.st_ino)
                 elif stat.S_ISFIFO(status.st_mode) and not link.startswith(OWN_PIPES):
                     self.ends[status.st_dev, status.st_ino] = int(pid), int(fd)
-                elif link.startswith(TERMINALS):  # one name for all masters
+                elif link.startswith(TERMINALS):  # a name that all masters share
                     which = (pid, fd) if link.endswith("ptmx") else ()
                     self.ends[link, *which] = int(pid), int(fd)
                 elif stat.S_ISREG(status.st_mode) and link.endswith(" (deleted)"):

@@ -55,7 +55,7 @@ def enter(
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # unset by the change of users
         ended, poll = os.pidfd_open(inner), select.poll()
         poll.register(ended, select.POLLIN)
-        poll.register(to, 0)  # for the error event when the host has closed its end
+        poll.register(to, 0)  # error event when the host has closed its end
         poll.poll()
         select.select([ended], [], [], grace_s)
         os.kill(inner, signal.SIGKILL)

@@ -36,7 +36,7 @@ def check_name(file: Path, name: str, where: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The process that runs the file prints its warnings.
             tree = ast.parse(file.read_bytes(), str(file))
-            compile(tree, str(file), "exec", dont_inherit=True)  # for errors that ast.parse misses
+            compile(tree, str(file), "exec", dont_inherit=True)  # errors that ast.parse misses
     except OSError as error:
         raise ConfigError(f"{where}: {file} can't be read: {error.strerror}") from None
     except (ValueError, SyntaxError) as error:

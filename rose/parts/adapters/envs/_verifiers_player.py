@@ -284,7 +284,7 @@ async def serve(player, answer):
                     running[order["cancel"]].cancel()
             else:
                 running[order["name"]] = asyncio.create_task(play_one(order))
-                await asyncio.sleep(0)  # so that the task begins, else a cancel has no answer
+                await asyncio.sleep(0)  # lets the task begin; else a cancel has no answer
             line = await orders.readline()
         for task in [*running.values()]:
             task.cancel()

@@ -2,8 +2,7 @@
 
 All tasks of the package work except the WFC mazes, which need further packages. The policy sees the
 whole grid as text, one symbol per cell, instead of MiniGrid's partial view of 7x7 cells. One call
-carries out up to `actions_per_turn` actions. Paper: Chevalier-Boisvert et al., 2023,
-arXiv:2306.13831.
+carries out up to `actions_per_turn` actions. Paper: Chevalier-Boisvert et al., arXiv:2306.13831.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ def preload(name: str) -> None:
 
 
 def call(name: str, arguments: list[str]) -> None:
-    """Call the function and write its result, unless None, as the reward. `arguments`: JSON
-    files."""
+    """Call the function and write its result, unless None, as the reward. `arguments`: paths."""
     task = json.loads(Path(os.environ["ROSE_TASK"]).read_text(encoding="utf-8"))
     found = function.load(name, "env.args.reward" if arguments else "env.args.function")
     given = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]

@@ -40,7 +40,7 @@ class Forks:
         """Start a process that calls `function` (call.py). `name`, `variables`, `log`: as in
         `Program.start`. `given`: as in `environment`. Raises OSError if it can't be started."""
         key = (function, tuple(given))
-        async with self._starting:  # one start for trajectories that begin together
+        async with self._starting:  # shared start of trajectories that begin together
             server = self._servers.get(key)
             if server is None or server.ended:
                 server = self._servers[key] = await _Server.start(function, given)

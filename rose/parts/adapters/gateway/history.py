@@ -55,7 +55,7 @@ class Message:
     def key(self) -> list[Any]:
         """Return a key that equal messages share. Ids and the spelling of arguments don't count."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        if self.role == "assistant":  # without `name`, which the agent may add to an answer
+        if self.role == "assistant":  # `name` is left out: agents may add it to answers
             return [self.role, self.text.strip(), calls, self.thought.strip(), *self.parts]
         return [self.role, self.text, calls, self.thought.strip(), self.name, *self.parts]
 

@@ -41,7 +41,7 @@ class Players:
         `name`. `take` receives an answer with a reward. Raises OSError if the start fails."""
         key = (verifiers.settings, *verifiers.command, *verifiers.environment)
         asked = time.monotonic()
-        async with self._starting:  # one start for episodes that begin together
+        async with self._starting:  # shared start of episodes that begin together
             process = self._processes.get(key)
             if process is None or process.ended:
                 at, error = self._failed.get(key, (0.0, None))

@@ -28,7 +28,7 @@ import psutil
 from rose import processes
 from rose.parts.adapters.gateway import reaper, watchdog
 
-OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # for agents that import the run's packages
+OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # kept for agents that import the run's packages
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 GATEWAY = "ROSE_GATEWAY_URL"
 HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # name of this process, for the watchdog

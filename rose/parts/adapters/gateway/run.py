@@ -76,7 +76,7 @@ async def run_agent(
                 reward, success = await run.go(required=scoring is None)
                 if not session.history.leaves():
                     raise _without_a_turn(session)
-            except BaseException as error:  # with the failed trajectory, which is kept for people
+            except BaseException as error:  # keeps the failed trajectory, for people
                 error.made = _trajectory(start, session, 0.0, False, {}, started, clock())
                 error.output = program.printed(run.log, KEPT_BYTES)
                 raise
@@ -137,7 +137,7 @@ def remove_stale() -> None:
 
 
 class _Run:
-    """One run of an agent's program."""
+    """A run of an agent's program."""
 
     def __init__(
         self,

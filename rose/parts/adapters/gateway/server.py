@@ -236,7 +236,7 @@ async def _answer_expect(request: web.Request) -> web.Response | None:
         return _refusal(_api_of(request), ApiError(417, words))
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # for a count of the answer's bytes alone
+        request.writer.output_size = 0  # counts the answer's bytes alone
     return None
 
 

@@ -142,8 +142,7 @@ class Session:
     @property
     def idle_s(self) -> float:
         """Seconds since the agent's last call began or was answered; 0 while it waits for an
-        answer. The arrival of a body is no wait. Requests for token counts and models are no
-        calls."""
+        answer. The arrival of a body is no wait. Token counts and model lists are no calls."""
         return 0.0 if self._waiting else self._clock() - self._active_at
 
     @property
@@ -187,7 +186,7 @@ class Session:
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             return least
-        async with self._counting:  # one count at a time, as other agents' turns would wait
+        async with self._counting:  # a single count at a time, as other agents' turns would wait
             place = await self._chat.in_thread(query.size, self._place, query)
         return len(place.context) // 4
 

@@ -76,7 +76,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     split = [(root / name).is_dir() for name in SPLITS]
     folders = [root / name for name in SPLITS] if all(split) else [root]
     broken: list[str] = []
-    read = [[_read(p, root, broken) for p in _folders(f)] for f in folders]
+    read = [[_try_to_read(p, root, broken) for p in _folders(f)] for f in folders]
     if broken:
         shown = "; ".join(broken[:8]) + (f"; and {len(broken) - 8} more" if broken[8:] else "")
         raise ConfigError(f"env.args.tasks={place!r}: {shown}")
@@ -121,18 +121,18 @@ def foreign_files_doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> 
     return words if found else ""
 
 
-@functools.cache  # one environment per trajectory
+@functools.cache  # cached, because each trajectory creates an environment
 def _all_of(user: int, image: str) -> bool:
     """True if all entries of the folder `image` belong to the user."""
     with os.scandir(image) as entries:
         return all(entry.stat(follow_symlinks=False).st_uid == user for entry in entries)
 
 
-def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
+def _try_to_read(folder: Path, root: Path, broken: list[str]) -> Task | None:
     """Return a task. If it can't be read, add the error to `broken` and return None."""
     name = str(folder.relative_to(root))
     try:
-        return _task(folder, name)
+        return _read_and_check(folder, name)
     except (ValueError, OSError) as error:
         broken.append(f"task {name}: {error}")
         return None
@@ -146,8 +146,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path.name}: {error}") from None
 
 
-def _task(folder: Path, name: str) -> Task:
-    """Read and check a task's folder. Raises OSError, and ValueError that names the fault."""
+def _read_and_check(folder: Path, name: str) -> Task:
     instruction = _text(folder / "instruction.md").strip()
     if not instruction:
         raise ValueError("no instruction.md, or an empty one")
@@ -167,8 +166,7 @@ def _task(folder: Path, name: str) -> Task:
             raise ValueError(f"task.toml: {part}={read[part]!r}: a table, [{part}]")
     environment = read.get("environment", {})
     rootfs = folder / "environment/rootfs"
-    if rootfs.is_dir():
-        # lexists, because bin may be a link that is valid only inside the image.
+    if rootfs.is_dir():  # lexists, as bin may be a link that is valid only inside the image
         if not any(os.path.lexists(rootfs / name / "bash") for name in ("bin", "usr/bin")):
             raise ValueError("environment/rootfs has no /bin/bash, which runs commands and tests")
     else:

@@ -49,7 +49,7 @@ class Undo:
     async def keep(self, box: Sandbox, command: str) -> None:
         """Capture the current state, before `command` changes it."""
         problem = ""
-        for kind in reversed(box.capture_kinds):  # with processes, if possible
+        for kind in reversed(box.capture_kinds):  # most complete kind first
             folder = self._folder / str(next(self._numbers))
             try:
                 await box.capture(kind, folder)
