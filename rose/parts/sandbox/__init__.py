@@ -1,12 +1,13 @@
 """Isolated shells for agents: one bash session per sandbox, with limits and without network.
 
 Other packages use `Sandbox`. It runs on one of the backends `namespaces` and `gvisor`, which
-`probe` chooses. The modules that a keeper process imports need the standard library only, so
-that it stays small and any Python can run it. Nothing here knows environments, models or configs.
+`probe` chooses. A keeper is a small process that creates the sandboxes of its host process. The
+modules that it imports need only the standard library, so any Python can run it. Only `envs` and
+`doctor` know about environments and configs.
 
-`Sandbox` and the names of `probe` are imported at their first use. A keeper needs neither, and
-imports without them take about half of the CPU time. That counts where an agent is a program of its
-own: it starts a keeper for each trajectory.
+`Sandbox` and the names of `probe` are imported at their first use. A keeper doesn't use them, and
+without them its imports take half of the CPU time. This matters if agents are separate programs,
+because each program starts a keeper.
 """
 
 import importlib

@@ -11,15 +11,16 @@ MIB = 1 << 20
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The script of a session's bash. It reads commands from standard input, each ended by NUL. Their
 # output goes to standard output, and each exit code, ended by NUL, to standard error.
-# `ACCOUNT` instead of a command requests the shell's state. The answer is a text in parts, ended by
-# NUL, where exit codes go. A subshell prints most parts, because `declare` draws from RANDOM.
-# The shell itself prints the options, some of which bash switches off in subshells (errexit,
-# monitor), and the job table, which no subshell has. `jobs -l` would drop the jobs that ended.
-# The exit code is written where the loop starts again, which `continue` in a command can't skip.
-# If a command has disabled printf, echo writes it. If both or read are disabled, as by a function
-# named `builtin`, the shell ends. It also ends after `set -n`, which makes every condition true.
-# The session's descriptors 44 to 46 are closed for commands, and scripts don't use these numbers
-# (bash takes those from 63 downwards). The session's own errors and `set -x` lines are discarded.
+# If the command is `ACCOUNT`, the script prints the shell's state to standard error, in named parts
+# and ended by NUL. A subshell prints most parts, because printing RANDOM changes its next value.
+# The shell itself prints its options and job table, because subshells switch some options off
+# (errexit, monitor) and have no job table. `jobs -l` would remove ended jobs from the table.
+# The loop's condition writes the exit code, so `continue` in a command can't skip that.
+# If a command has disabled printf, echo writes the exit code. The shell ends if neither works. It
+# also ends if `read` doesn't work, for example because a function is named `builtin`.
+# The shell also ends after `set -n`, with which bash takes every condition as true.
+# Commands don't inherit the session's descriptors 44 to 46. Scripts seldom use these numbers; bash
+# assigns numbers from 63 downwards. The session's own errors and `set -x` lines are discarded.
 ACCOUNT = "\1"
 SESSION = """\
 exec 44<&0 45>&2 46>&1 0</dev/null 2>&0
@@ -64,11 +65,12 @@ do
   esac
 done
 """
-# Folders of the root: mounts of each sandbox, and the host's folders in a sandbox without an image.
-GUARDED = ("tests", "logs")  # mount points of a check's own files
+# A check (check.py) is a program that judges a sandbox's final state. Its files are mounted here.
+GUARDED = ("tests", "logs")
+# Folders that every sandbox has as mounts, and folders of the host for sandboxes without an image.
 OWN_FOLDERS = (*GUARDED, "dev", "proc", "run")
 HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-COMMAND_BYTES = 64 * 1024  # most bytes of one command, which bash reads one by one
+COMMAND_BYTES = 64 * 1024  # most bytes of a command (bash reads byte by byte)
 
 
 class SandboxError(Exception):
@@ -77,8 +79,8 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one sandbox. Sizes are in MiB. `disk_mib` bounds all files that the sandbox writes,
-    which lie in memory with `namespaces`; `files` bounds their number. `cpus` may be a fraction."""
+    """Limits of one sandbox. `disk_mib` bounds the total size of the files that the sandbox writes;
+    the backend `namespaces` keeps them in memory. `files` bounds their number."""
 
     memory_mib: int = 1024
     disk_mib: int = 256
@@ -97,8 +99,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Spec:
-    """The parts of a new sandbox. `image`: folder of a root file system, which stays unchanged;
-    None for the host's system folders, read-only. `workdir` is created; a session starts there."""
+    """Specification of a new sandbox. `image`: folder of a root file system, which is not changed;
+    None: the host's system folders, read-only. `workdir` is created; sessions start there."""
 
     image: str | None = None
     workdir: str = "/app"
@@ -132,15 +134,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a command. `output`: its first `limit` bytes. `note`: what the sandbox did to
-    the command (stopped it, cut its output), "" if it just ran. `code`: its exit code, None if it
-    had to be stopped or its shell ended."""
+    """The outcome of a command. `output`: the first bytes that it printed. `note`: a text if the
+    sandbox stopped the command or cut its output, else "". `code`: the exit code; None if the
+    command was stopped or its shell ended."""
 
     output: str
     code: int | None
     note: str = ""
     seconds: float = 0.0
-    restarted: bool = False  # a new session without the old one's variables and processes
+    restarted: bool = False  # True after the loss of the shell's variables and processes
 
     def words(self) -> str:
         """Return the text for an agent: the output, then the note or an exit code other than 0."""
@@ -151,8 +153,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The outcome of a process outside of the session: its exit code (None: it was stopped), the
-    beginning of its output, and those of the requested files that exist."""
+    """The outcome of a program outside of the session, such as a check. `code`: exit code; None if
+    it was stopped. `output`: its first bytes. `files`: path -> content of a requested file."""
 
     code: int | None
     output: str
@@ -160,8 +162,7 @@ class Fresh:
 
 
 class Shell(Protocol):
-    """A running sandbox of a backend. The three file descriptors are non-blocking. `restart` may
-    replace them."""
+    """A running sandbox. The file descriptors are non-blocking, and `restart` may replace them."""
 
     keeps_files: bool  # True if files survive `restart`
     commands: int  # write end: commands, each ended by NUL
@@ -169,28 +170,28 @@ class Shell(Protocol):
     codes: int  # read end: exit codes, each ended by NUL
 
     def on_end(self, callback: Any) -> None:
-        """Call `callback(words)` when the session's bash has ended. `words` is "" if the sandbox
-        lives on, else says why it ended."""
+        """Call `callback(words)` when the session's bash has ended. `words`: why the whole sandbox
+        ended; "" if only the session did."""
 
     async def restart(self, cwd: str | None) -> None:
         """End every process of the sandbox and start a new session. Raises `SandboxError`."""
 
     async def stop_since(self, ticks: int) -> bool:
-        """Kill the processes started since `ticks` (of 1 / SC_CLK_TCK s after boot), except the
+        """Kill the processes that started at `ticks` (clock ticks after boot) or later, except the
         session's bash. Return False if this backend can't."""
 
     async def idle(self) -> bool:
-        """Return whether the session has read all that was written and waits for its next command;
-        False if this backend can't see it."""
+        """Return whether the session waits for its next command; False if that is unknown here."""
 
-    async def cwd(self) -> str | None: ...
+    async def cwd(self) -> str | None:
+        """Return the session's working directory; None if it is unknown."""
 
     async def look(self) -> dict[str, Any]:
         """Return what changed since the last call (`watch.Watch.look`). Raises OSError if that
-        can't be seen now, NotImplementedError if this backend never sees it."""
+        can't be found out now, and NotImplementedError if this backend never can."""
 
     async def resume(self) -> None:
-        """Ignore that a capture made the processes run, which is no change by the agent."""
+        """Have the next `look` ignore that processes ran because of a capture."""
 
     async def read(self, path: str, limit: int) -> bytes:
         """Return the first `limit` bytes of the regular file `path`. Raises OSError."""
@@ -201,10 +202,10 @@ class Shell(Protocol):
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
-        """Run `argv` where the session can't see it, with the tar `files` unpacked in the folder
-        `at`. Return at most `limit` bytes of its output and of each file in `collect`."""
+        """Run `argv` hidden from the session, for `wait_s` at most. The tar `files` is unpacked in
+        `at`. Return at most `limit` bytes of output and of each file in `collect`."""
 
     def captures(self) -> dict[str, str]:
-        """Return why each kind of capture (capture.py) doesn't work here, "" if it does."""
+        """Return a mapping: kind of capture (capture.py) -> why it doesn't work here, else ""."""
 
     async def close(self) -> None: ...

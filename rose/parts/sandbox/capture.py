@@ -1,13 +1,14 @@
 """Capture the state of a running sandbox in a folder, and restore sandboxes from it.
 
-    about.json    backend, kind, spec, running programs; written last: without it, no capture
-    listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
+    about.json    backend, kind, spec, running programs; written last, to complete the capture
+    listing.json  files that differ from the initial root, with their contents in data/N (layer.py)
     image/        the processes as CRIU wrote them (kind "process"); with gvisor the files, too
     last_pid      the newest process id; new processes of a restored sandbox get higher ones
     shell         the session's state as a script (replay.py), used if its process isn't restored
 
-Files and processes are captured at one moment, while all processes are stopped. That takes some
-milliseconds, and the processes' parents don't notice it.
+A capture of kind "files" has the files and the shell's state; one of kind "process" has processes,
+too. All processes are stopped for some milliseconds, so that everything is captured at one moment.
+Their parents don't notice the stop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rose.parts.sandbox.piped import Piped
 
 FORMAT = 1
 FILES, PROCESS = "files", "process"
-WAIT_S = 60.0  # seconds for a capture or a restore, which takes about 0.1 s
+WAIT_S = 60.0  # most seconds of a capture or a restore; 0.1 s is usual
 ABOUT, LISTING, SHELL, LAST_PID = "about.json", "listing.json", "shell", "last_pid"
 
 Listing = list[dict[str, Any]]
@@ -39,7 +40,7 @@ Listing = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Capture:
-    """A finished capture. `seconds`: its duration; `bytes`: copied contents of files."""
+    """A finished capture. `seconds`: its duration; `bytes`: file contents that were copied."""
 
     folder: Path
     kind: str
@@ -60,9 +61,9 @@ async def take(
     since: Listing | None,
     state: bytes,
 ) -> Capture:
-    """Capture `shell` in the new folder `folder`. `since`: the listing of an earlier capture, whose
-    unchanged files are not copied; `state`: the session's answer to `backend.ACCOUNT`. Raises
-    `SandboxError`; then the folder is removed."""
+    """Capture the sandbox `shell` in the new folder `folder`. `since`: the listing of an earlier
+    capture; files that are unchanged since then are not copied. `state`: the session's answer to
+    `backend.ACCOUNT`. If it fails, remove the folder and raise `SandboxError`."""
     began = time.monotonic()
     folder = Path(folder)
     try:
@@ -73,9 +74,9 @@ async def take(
         script = replay.script(state)
         (folder / SHELL).write_text(script, errors="surrogateescape", encoding="utf-8")
         if isinstance(shell, Namespaces):
-            about = await _take(shell, kind, folder, since)
+            about = await _take_namespaces(shell, kind, folder, since)
         else:
-            about = await _take_whole(shell, folder)
+            about = await _take_piped(shell, folder)
         write_about(folder, {"backend": backend, "kind": kind, **about}, spec)
     except BaseException as error:
         await asyncio.to_thread(shutil.rmtree, folder, True)
@@ -85,14 +86,14 @@ async def take(
     return Capture(folder, kind, time.monotonic() - began, about["bytes"])
 
 
-async def _take(
+async def _take_namespaces(
     shell: Namespaces, kind: str, folder: Path, since: Listing | None
 ) -> dict[str, Any]:
     """Capture with `namespaces` and return fields of about.json. Raises `SandboxError`, OSError."""
     program = criu.order() if kind == PROCESS else None
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
-        if shell.keeper.root:  # the sandbox's root writes there
+        if shell.keeper.root:  # folder for writes by the sandbox's root user
             os.chown(folder / name, shell.user, shell.user)
     with contextlib.ExitStack() as held:
         fds = [await shell.upper()]
@@ -105,38 +106,39 @@ async def _take(
         fds.append(os.memfd_create("rose-since"))
         held.callback(os.close, fds[-1])
         if since is not None:
-            await asyncio.to_thread(_dump, since, os.dup(fds[-1]))
+            await asyncio.to_thread(_write_listing, since, os.dup(fds[-1]))
             os.lseek(fds[-1], 0, os.SEEK_SET)
         order = {"criu": program, "session": shell.session}
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
-    # Not in about.json: a stored turn that keeps an earlier image has that image's about.json.
+    # This is no field of about.json, because the store may combine this capture's files with an
+    # earlier image and that image's about.json.
     (folder / LAST_PID).write_text(str(answer.pop("last_pid")), encoding="utf-8")
     version = program["version"] if program else ""
-    await asyncio.to_thread(_own, folder, shell.keeper.root)
-    return {"session": shell.session, "criu": version, "images": _sizes(folder), **answer}
+    await asyncio.to_thread(_take_ownership, folder, shell.keeper.root)
+    return {"session": shell.session, "criu": version, "images": _image_sizes(folder), **answer}
 
 
-def _dump(listing: Listing, to: int) -> None:
+def _write_listing(listing: Listing, to: int) -> None:
     with os.fdopen(to, "w", encoding="utf-8") as file:
         json.dump(listing, file)
 
 
-async def _take_whole(shell: Piped, folder: Path) -> dict[str, Any]:
-    """Capture with another program, whose images contain the files, too."""
+async def _take_piped(shell: Piped, folder: Path) -> dict[str, Any]:
+    """Capture a sandbox that another program runs. Its images contain the files, too."""
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
     await shell.capture(folder / "image")
     (folder / LISTING).write_text("[]", encoding="utf-8")
-    return {"images": _sizes(folder), "running": [], "bytes": 0}
+    return {"images": _image_sizes(folder), "running": [], "bytes": 0}
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def _image_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in (folder / "image").iterdir()}
 
 
-def _own(folder: Path, root: bool) -> None:
-    """Make this user the owner of what a sandbox wrote, and let every user read it, so that a
-    restored sandbox can. Without `root` that is so already. `folder` itself is private."""
+def _take_ownership(folder: Path, root: bool) -> None:
+    """Make this user the owner of a capture's files, and let every user read them, because restored
+    sandboxes have other users. `folder` itself stays private. Without `root`, all have one user."""
     if not root:
         return
     os.chmod(folder, 0o700)
@@ -148,19 +150,18 @@ def _own(folder: Path, root: bool) -> None:
             os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
-async def bring(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Piped:
+async def restore(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Piped:
     """Restore a sandbox with the backend that captured it. Raises `SandboxError`."""
     if saved.backend == gvisor.NAME:
         return await gvisor.begin(saved.spec, saved.folder / "image")
-    return await _bring(saved, keeper())
+    return await _restore_namespaces(saved, keeper())
 
 
-async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
-    """Restore a sandbox with `namespaces`: its files, and its processes if `saved` has that kind;
-    else it has no session yet. Raises `SandboxError`."""
+async def _restore_namespaces(saved: Saved, keeper: Keeper) -> Namespaces:
+    """Restore a sandbox with `namespaces`; after kind "files" it has no session yet."""
     program = criu.order() if saved.kind == PROCESS else None
     try:
-        await asyncio.to_thread(_own, saved.folder, keeper.root)
+        await asyncio.to_thread(_take_ownership, saved.folder, keeper.root)
         fds = [
             os.open(saved.folder / LISTING, os.O_RDONLY),
             os.open(saved.folder / "data", os.O_RDONLY | os.O_DIRECTORY),
@@ -186,15 +187,14 @@ async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
 
 
 async def tried(shell: Namespaces, keeper: Keeper) -> str:
-    """Capture and restore a new sandbox with its processes. Return why that fails, "" if it
-    works."""
+    """Capture and restore a new sandbox with its processes. Return why that fails, else ""."""
     if problem := shell.captures()[PROCESS]:
         return problem
     with tempfile.TemporaryDirectory(prefix="rose-capture-") as top:
         folder = Path(top) / "c"
         try:
             await take(shell, Spec(), NAME, PROCESS, folder, None, replay.NOTHING)
-            await (await _bring(read(folder, None), keeper)).close()
+            await (await _restore_namespaces(read(folder, None), keeper)).close()
         except SandboxError as error:
             return str(error)
     return ""
@@ -205,7 +205,7 @@ async def tried(shell: Namespaces, keeper: Keeper) -> str:
 
 @dataclass(frozen=True)
 class Saved:
-    """A capture to be restored. `kind` may be less than what was captured."""
+    """A capture to be restored. `kind` may be "files" although processes were captured, too."""
 
     folder: Path
     backend: str
@@ -216,8 +216,7 @@ class Saved:
     lost: list[str] = field(default_factory=list)  # descriptions of state that no capture keeps
 
     def check_images(self) -> None:
-        """Check the images' sizes: CRIU would wait for missing pages for ever. Raises
-        `SandboxError`."""
+        """Raise `SandboxError` if an image is cut short: CRIU would wait for ever for its end."""
         for name, size in self.images.items():
             path = self.folder / "image" / name
             found = path.stat().st_size if path.is_file() else 0
@@ -226,7 +225,7 @@ class Saved:
 
     @property
     def last_pid(self) -> int:
-        """The newest process id, 0 if none was written. Raises `SandboxError`."""
+        """The newest process id at the capture; 0 if the folder has none. Raises `SandboxError`."""
         path = self.folder / LAST_PID
         try:
             return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
@@ -235,6 +234,7 @@ class Saved:
 
     @property
     def script(self) -> str:
+        """The script that restores the shell's state."""
         return (self.folder / SHELL).read_text(errors="surrogateescape", encoding="utf-8")
 
 
@@ -246,7 +246,7 @@ def write_about(folder: Path, about: dict[str, Any], spec: Spec) -> None:
 
 
 def read(folder: Path, kind: str | None) -> Saved:
-    """Read a capture that is to be restored as `kind` (None: its own). Raises `SandboxError`."""
+    """Read a capture, to be restored as `kind` (None: its own kind). Raises `SandboxError`."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if about["format"] != FORMAT:
@@ -265,8 +265,8 @@ def read(folder: Path, kind: str | None) -> Saved:
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
     if saved.backend not in (NAME, gvisor.NAME):
         raise SandboxError(f"{folder}: captured with {saved.backend!r}, which this ROSE has not")
-    whole = saved.backend == gvisor.NAME  # no restore of files without processes
-    if kind not in ((None, saved.kind) if whole else (None, FILES, saved.kind)):
+    restores_files_alone = saved.backend != gvisor.NAME
+    if kind not in ((None, FILES, saved.kind) if restores_files_alone else (None, saved.kind)):
         raise SandboxError(
             f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r} with {saved.backend}"
         )

@@ -1,8 +1,9 @@
 """Limit a sandbox's memory, processes and CPU by control groups (v2 or v1).
 
 This works where this process may create groups; `lacking` names the limits that can't be set. A
-sandbox's group is called rose-PID-STARTED-N after its keeper. So a later keeper can find the groups
-whose keeper is gone, kill what runs in them and remove them.
+group is called rose-PID-START-NAMESPACE-N. The first three parts identify the sandbox's keeper, the
+process that creates sandboxes, and N is the sandbox's number. So a later keeper finds the groups of
+keepers that have ended, and removes them with their processes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from rose.parts.sandbox.backend import MIB, Limits
 
 PERIOD_US = 100_000  # microseconds of a CPU quota's period, the kernel's default
-# Process id and start of a keeper, its PID namespace, and the sandbox's number.
+# A keeper's process id, its start (clock ticks after boot), its PID namespace; the sandbox's number
 NAME = re.compile(r"rose-(\d+)-(\d+)-(\d+)-\d+")
 END_S = 5.0  # seconds for a group's processes to end after SIGKILL
 REMEDY = (
@@ -26,16 +27,15 @@ REMEDY = (
     "systemd-run --user --pipe --wait -p Delegate=yes -p DelegateSubgroup=host COMMAND"
 )
 CONTROLLERS = ("memory", "pids", "cpu")
-FILES = {  # controller -> names of its limit's file (v1, v2)
+FILES = {  # controller -> file of its limit in v1 and in v2
     "memory": ("memory.limit_in_bytes", "memory.max"),
     "pids": ("pids.max", "pids.max"),
     "cpu": ("cpu.cfs_quota_us", "cpu.max"),
 }
 
 
-def began(pid: int | str) -> int | None:
-    """Return when a process was started, in clock ticks after boot; None if there is none, or only
-    its exit code is left."""
+def start_ticks(pid: int | str) -> int | None:
+    """Return a process's start in clock ticks after boot; None if it has ended or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -45,26 +45,26 @@ def began(pid: int | str) -> int | None:
 
 
 def own_name() -> str:
-    """Return the beginning of the names of this process's groups. A container may share control
-    groups with its host, and process ids with nobody."""
-    return f"rose-{os.getpid()}-{began(os.getpid())}-{_namespace()}"
+    """Return the prefix of the names of this process's groups. It contains the PID namespace,
+    because containers can share control groups although their process ids mean other processes."""
+    return f"rose-{os.getpid()}-{start_ticks(os.getpid())}-{_pid_namespace()}"
 
 
-def _namespace() -> int:
+def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 class Groups:
-    """Creates a group per hierarchy for each sandbox, below this process's group or its parent."""
+    """Creates a sandbox's groups, one per hierarchy, below this process's group or its parent."""
 
     def __init__(self, own: str = "/proc/self/cgroup", mounts: str = "/proc/self/mountinfo"):
         self.parents: dict[Path, tuple[str, ...]] = {}  # folder -> its controllers
-        self.second: set[Path] = set()  # the parents of version 2
-        self.why: dict[str, str] = {}  # controller -> why a folder could not be used
+        self.v2: set[Path] = set()  # folders in `parents` that are of version 2
+        self.why: dict[str, str] = {}  # controller -> why a folder for it can't be used
         self._find(own, mounts)
 
     def _find(self, own: str, mounts: str) -> None:
-        """Find the folders where this process may create groups, and why other folders fail."""
+        """Find folders where this process may create groups, and note why others can't be used."""
         mounted = {}
         for line in Path(mounts).read_text(encoding="utf-8").splitlines():
             before, _, after = line.partition(" - ")
@@ -85,16 +85,17 @@ class Groups:
             if not any(name in has for has in self.parents.values()):
                 self.why.setdefault(name, "this kernel or container has no such control group")
 
-    def _try(self, folder: Path, names: str, second: bool) -> None:
+    def _try(self, folder: Path, names: str, v2: bool) -> None:
+        """Add `folder` to `parents`, or note why not. `names`: its controllers in version 1."""
         controllers = tuple(n for n in names.split(",") if n in CONTROLLERS)
-        if not second:
+        if not v2:
             if controllers and os.access(folder, os.W_OK):
                 self.parents[folder] = controllers
             else:
                 self.why.update(dict.fromkeys(controllers, f"{folder} is not writable"))
             return
-        # A version 2 group that contains processes, as this process's own, can't enable controllers
-        # for its children. Its parent can, if this process is in a subgroup of a delegated group.
+        # In version 2, a group that contains processes can't enable controllers for its children.
+        # So this process's group can't, but its parent can if it is a delegated group.
         for place in (folder, folder.parent):
             file = place / "cgroup.controllers"
             there = file.read_text(encoding="utf-8").split() if file.is_file() else []
@@ -111,7 +112,7 @@ class Groups:
             else:
                 if os.access(place, os.W_OK):
                     self.parents[place] = controllers
-                    self.second.add(place)
+                    self.v2.add(place)
                     return
 
     @property
@@ -124,17 +125,17 @@ class Groups:
         """Create a group with these limits and move `pid` into it. Raises OSError."""
         values = {
             "memory": str(limits.memory_mib * MIB),
-            "pids": str(limits.processes + 8),  # 8 for process 1 and checks
+            "pids": str(limits.processes + 8),  # 8 for process 1 and checks (check.py)
             "cpu": str(int(limits.cpus * PERIOD_US)),
         }
         for parent, controllers in self.parents.items():
-            folder, second = parent / name, parent in self.second
+            folder, v2 = parent / name, parent in self.v2
             folder.mkdir(exist_ok=True)
             for controller in controllers:
                 value = values[controller]
-                if second and controller == "cpu":
+                if v2 and controller == "cpu":
                     value = f"{value} {PERIOD_US}"
-                (folder / FILES[controller][second]).write_text(value, encoding="utf-8")
+                (folder / FILES[controller][v2]).write_text(value, encoding="utf-8")
         self.join(name, pid)
 
     def join(self, name: str, pid: int) -> None:
@@ -142,28 +143,28 @@ class Groups:
             (parent / name / "cgroup.procs").write_text(str(pid), encoding="utf-8")
 
     def remove(self, name: str) -> None:
-        """Kill the group's processes and remove it. Returns when it is gone or after `END_S`."""
+        """Kill the group's processes and remove the group, within `END_S` at most."""
         for parent in self.parents:
-            _remove(parent / name)
+            _remove_group(parent / name)
 
     def remove_stale(self) -> list[str]:
-        """Remove the groups whose keeper is gone, and return their names. Those of other PID
-        namespaces are left, since their keepers can't be seen from here."""
+        """Remove the groups of keepers that have ended, and return the groups' names. Groups of
+        other PID namespaces stay, because their keepers can't be seen from here."""
         found = set()
         for parent in self.parents:
             for folder in parent.glob("rose-*"):
                 name = NAME.fullmatch(folder.name)
-                here = name is not None and int(name[3]) == _namespace()
-                if name and here and began(name[1]) != int(name[2]):
-                    _remove(folder)
+                here = name is not None and int(name[3]) == _pid_namespace()
+                if name and here and start_ticks(name[1]) != int(name[2]):
+                    _remove_group(folder)
                     found.add(folder.name)
         return sorted(found)
 
 
-def _remove(folder: Path) -> None:
+def _remove_group(folder: Path) -> None:
     until = time.monotonic() + END_S
     while folder.exists():
-        for pid in _members(folder):
+        for pid in _process_ids(folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):  # busy while a process is in it
@@ -174,6 +175,6 @@ def _remove(folder: Path) -> None:
         time.sleep(0.002)
 
 
-def _members(folder: Path) -> Iterator[int]:
+def _process_ids(folder: Path) -> Iterator[int]:
     with contextlib.suppress(OSError):
         yield from map(int, (folder / "cgroup.procs").read_text(encoding="utf-8").split())

@@ -1,10 +1,10 @@
-"""Run a check: a program in a sandbox's final state that the agent's processes can't touch.
+"""Run a check: a program that judges a sandbox's final state and that the agent can't touch.
 
-A check has the sandbox's root, network and limits, but process and mount namespaces of its own
-beside the agent's. So the agent's processes can't see, trace or end it, and can't see its files or
-its verdict. If the agent has put settings for test programs into the root, the check doesn't see
-them. Servers that the agent started keep running. An agent can change the programs of an image,
-such as its Python, and nothing here prevents that; without an image programs are read-only.
+A check has the sandbox's root, network and limits, but process and mount namespaces of its own. So
+the agent's processes can't see, trace or end it, and can't see its files or its verdict. Settings
+for test programs that the agent put into the root are hidden from the check. Servers that the agent
+started keep running. An agent can change the programs of an image, such as its Python, and a check
+then runs the changed ones. Without an image, programs are read-only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rose.parts.sandbox import kernel, within
 from rose.parts.sandbox.backend import GUARDED
 from rose.parts.sandbox.init import begin_program
 
-HOME = "/logs/home"  # HOME of the check, empty
-# Patterns of names that test programs and build tools read as settings in any folder above the
-# tests. An agent that writes /pytest.ini could make any test pass.
+HOME = "/logs/home"  # the check's home folder, empty
+# Name patterns of settings that test programs and build tools read in any folder above the tests.
+# With a /pytest.ini of its own, an agent could make any test pass.
 SETTINGS = (
     *("pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg", "setup.py"),
     *("conftest.py", "__init__.py", "package.json", "node_modules", "tsconfig*.json"),
@@ -36,23 +36,25 @@ SETTINGS = (
     *("Directory.*.props", "Directory.*.targets", "[Nn]u[Gg]et.config", "global.json"),
     *("rust-toolchain*", "dune-*", "cabal.project*", "stack.yaml", "WORKSPACE*", "MODULE.bazel"),
 )
-# Every sandbox has these in its root.
+# Folders in the root of every sandbox
 OWN = ("dev", "etc", "proc", "root", "run", "tmp")
-MOST_ENTRIES = 1000  # most mounts of a check's root; the kernel allows a sandbox 100,000
-JOINED = ("user", "mnt", "net", "ipc", "uts")  # names in /proc/PID/ns
+MOST_ENTRIES = 1000  # most entries of a check's root, each a mount (kernel's limit: 100,000)
+# Namespaces of the sandbox that a check joins, by their names in /proc/PID/ns
+JOINED = ("user", "mnt", "net", "ipc", "uts")
 
 
 def run(
     spec: dict[str, Any], order: dict[str, Any], image: str, spaces: list[int], fds: list[int]
 ) -> NoReturn:
-    """Run a check in a child of the keeper. `image`: the root folder that the sandbox started with.
-    `spaces`: file descriptors of the sandbox's namespaces `JOINED`. `fds`: the program's files as a
-    tar, its output, and the pipe for the result (JSON: `code` and `files`, or `failed`)."""
+    """Run a check in a child of the keeper (keeper.py). `order`: the host's request. `image`: the
+    root folder with which the sandbox started. `spaces`: descriptors of the namespaces `JOINED`.
+    `fds`: a tar of the program's files, the pipe for its output, and the pipe for the result. The
+    result is JSON with `code` and `files`, or with `failed`."""
     files, output, to = fds
     with os.fdopen(files, "rb") as packed:
         tar = packed.read()
     new = kernel.NEWNS | kernel.NEWPID
-    of_image = given(image)
+    of_image = initial_entries(image)
     within.enter(spaces, new, to, lambda: _serve(spec, order, of_image, tar, output, to))
 
 
@@ -64,7 +66,7 @@ def _serve(
     output: int,
     to: int,
 ) -> None:
-    """Prepare the check's root, run its program and send the result, as process 1."""
+    """Prepare the check's root, run its program and send the result to `to`, as process 1."""
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         paths = [spec["workdir"], *(each["target"] for each in spec["mounts"])]
@@ -88,10 +90,11 @@ def _serve(
                 os._exit(127)
         os.close(output)
         code = None
-        while code is None:  # the loop also reaps orphans of the program
+        while code is None:  # a round per ended child, orphans included
             ended, status = os.waitpid(-1, 0)
             code = os.waitstatus_to_exitcode(status) if ended == pid else None
-        with contextlib.suppress(ProcessLookupError):  # processes of tested code may still write
+        # The tested code may have left processes that still write files.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         answer: dict[str, Any] = {"code": code, "files": {}}
         for path in order["collect"]:
@@ -104,14 +107,14 @@ def _serve(
     os._exit(0)
 
 
-def given(image: str) -> dict[str, bytes | None]:
-    """Return the names in the root with which a sandbox started. A name that matches `SETTINGS`
-    maps to the content of its file, any other name to None."""
+def initial_entries(image: str) -> dict[str, bytes | None]:
+    """Return the entries of `image`, the root with which a sandbox started. A file whose name
+    matches `SETTINGS` is mapped to its content, and any other entry to None."""
     found: dict[str, bytes | None] = {}
     for entry in os.scandir(image):
         found[entry.name] = None
         if is_setting(entry.name) and entry.is_file(follow_symlinks=False):
-            # A file that can't be read here stays as the sandbox has it.
+            # Without permission, the check gets the sandbox's file.
             with contextlib.suppress(PermissionError), open(entry.path, "rb") as file:
                 found[entry.name] = file.read()
     return found
@@ -122,11 +125,11 @@ def is_setting(name: str) -> bool:
 
 
 def enclose(at: str, of_image: dict[str, bytes | None], paths: Iterable[str]) -> None:
-    """Change to a new root, mounted at `at` first, that shows the entries of the present one.
+    """Change to a new root with the entries of the present root. It is mounted at `at` first.
 
-    Of entries that match `SETTINGS` it has only those in `of_image`, files with the content there
-    (`given`), and the first folders of `paths`. Entries that the agent's processes add later, or
-    remove during this call, don't appear."""
+    Entries that match `SETTINGS` are left out, except the first folders of `paths` and the entries
+    in `of_image`. If `of_image` has a file's content, the file is written with this content.
+    Entries that the agent's processes add later, or remove during this call, don't appear."""
     kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     needed = {*of_image, *OWN, *GUARDED, *(path.strip("/").split("/")[0] for path in paths)}
     entries = [e for e in os.scandir("/") if e.name in needed or not is_setting(e.name)]
@@ -138,7 +141,7 @@ def enclose(at: str, of_image: dict[str, bytes | None], paths: Iterable[str]) ->
 
 
 def _show(entry: os.DirEntry, target: str, content: bytes | None) -> None:
-    """Show `entry` of the present root at `target`, or a file with `content` if that is given."""
+    """Create `target` as `entry` of the present root, or as a file with `content` if given."""
     if content is not None:
         with open(target, "wb") as file:
             file.write(content)
@@ -149,11 +152,12 @@ def _show(entry: os.DirEntry, target: str, content: bytes | None) -> None:
         make = os.mkdir if folder else os.mknod
         make(target)
         try:
-            if entry.name == "proc":  # The kernel mounts one only where another is seen whole.
+            # The kernel permits a new proc mount only where a whole one is visible.
+            if entry.name == "proc":
                 kernel.mount("proc", target, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
             elif entry.name not in GUARDED:
                 kernel.bind(entry.path, target)
-        except OSError:  # The agent has removed or replaced it.
+        except OSError:  # such as an entry that the agent has removed or replaced
             (os.rmdir if folder else os.unlink)(target)
             raise
 
@@ -176,8 +180,7 @@ def pack(folder: str) -> bytes:
 
 
 def unpack(tar: bytes, folder: str) -> None:
-    """Unpack a tar of `pack` in `folder`. Raises ValueError if it has other entries than files
-    below `folder`."""
+    """Unpack a tar from `pack`. Raises ValueError if it has more than files below `folder`."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as packed:
         for member in packed:
             inside = PurePosixPath(member.name)

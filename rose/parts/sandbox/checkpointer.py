@@ -2,16 +2,16 @@
 
     checkpointer = Checkpointer(box, engine, "name")
     await checkpointer.begin()              # after the setup, before the agent's first command
-    await checkpointer.after_turn(1)        # while the shell waits; milliseconds, if it captures
+    await checkpointer.after_turn(1)        # while the shell waits; takes milliseconds
     reference = checkpointer.saved(1)       # names the stored turn that has this state
-    await checkpointer.settled(1)           # waits until another host can restore it
+    await checkpointer.settled(1)           # waits until other hosts can restore that turn
     back = await restore(reference, engine)
 
 The policy `classified` captures what the inspector finds changed (Crab, arXiv 2604.28138). `full`
-captures everything after each turn, `files` the files and the shell's variables. Where processes
-can't be captured, only files and variables are, and the restored sandbox names what it lacks. If a
-turn is skipped because there was no room or an error occurred, the next capture includes its
-changes.
+captures everything after each turn. `files` captures files and the shell's variables after each
+turn. If processes can't be captured, a capture has only files and variables, and the restored
+sandbox names the missing parts. A turn is skipped if there is no room or an error occurs, and the
+next capture includes its changes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from rose.parts.sandbox.sandbox import Sandbox
 
 CLASSIFIED, FULL = "classified", "full"
 POLICIES = (CLASSIFIED, FULL, FILES)
-ORDER = (NONE, FILES, PROCESS)  # kinds, each of which includes those before it
+ORDER = (NONE, FILES, PROCESS)  # kinds of captures; each kind includes the kinds before it
 BLOCK = 512  # bytes in a unit of st_blocks
-# Most bytes of a capture that packing reads, which are whole chunks of files. Data scattered over a
-# sparse file count up to CHUNK_BYTES / PAGE_BYTES times. A larger capture is skipped.
+# Most bytes that packing may read of a capture; a larger capture is skipped. Packing reads whole
+# chunks, so each page with data in a sparse file may count as CHUNK_BYTES.
 MOST_BYTES = 8 << 30
 
 
@@ -51,8 +51,8 @@ class _Point:
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored sandbox with the state after `turn`. This is an earlier turn than requested if
-    later ones could not be restored; `wrong` has their errors."""
+    """A restored sandbox with the state after `turn`. If later turns could not be restored, `turn`
+    is earlier than requested, and `wrong` has the errors. `life`: as in `pieces.Manifest`."""
 
     box: Sandbox
     name: str
@@ -62,8 +62,8 @@ class Restored:
 
 
 class Checkpointer:
-    """Captures `box` after its turns. `origin`: what `box` was restored from, if anything. Only one
-    task may use it at a time."""
+    """Captures the sandbox `box` after its turns. `origin`: the restored state with which `box`
+    began, if any. Only one task may use a checkpointer at a time."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Checkpointer:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there are {', '.join(POLICIES)}")
         self.box, self.engine, self.name, self.policy = box, engine, name, policy
-        # Greater than earlier lives of this name, even if this host's clock is behind.
+        # Lives of a name must grow, even if this host's clock is behind an earlier host's.
         self.life = max(time.time_ns(), origin.life + 1 if origin else 0)
         self._inspector = Inspector(box)
         self._points: dict[int, _Point] = {}  # turn -> the capture that has its state
@@ -85,20 +85,19 @@ class Checkpointer:
         self._last: _Point | None = None  # the newest capture
         self._last_listing: Listing | None = None  # the newest capture's listing
         # Least kind of the next capture; a turn that changes more raises it. FILES is enough at
-        # first even for a restored sandbox, because its processes are already stored.
+        # first: a restored sandbox's processes are already stored.
         self._due_kind = FILES
         # Files that the next capture copies even if they look unchanged; None: all files.
         self._unsure: set[str] | None = set()
         self._size = 0  # bytes of the last capture
-        self._too_large = False  # True after a capture was too large, which is logged once
+        self._too_large = False  # True after a capture that was too large (logged once)
         self._lost = False  # True while no capture has the newest state of the processes
         # Number of turns by kind of capture, and of skipped turns; seconds that captures delayed
         # the agent; bytes of captures, before and after packing.
         self.stats = dict.fromkeys((*ORDER, "skipped", "seconds", "raw_bytes", "bytes"), 0)
 
     async def begin(self) -> None:
-        """Make the sandbox's present state the one that the first turn is compared with. Raises
-        `SandboxError`."""
+        """Inspect the state with which the first turn is compared. Raises `SandboxError`."""
         # The clock may have stepped back since an earlier episode of this name was stored.
         stored = await asyncio.to_thread(self.engine.store.newest_life, self.name)
         self.life = max(self.life, stored + 1)
@@ -113,18 +112,18 @@ class Checkpointer:
         await self.begin()
 
     async def after_turn(self, turn: int) -> None:
-        """Capture what the turn changed. Raises `SandboxError` when the sandbox is gone; any other
-        failure only costs checkpoints."""
+        """Capture what the turn changed. Raises `SandboxError` when the sandbox is gone. After any
+        other failure, only the turn's checkpoint is missing."""
         if self.engine.stopped or not self.box.capture_kinds:
             self.stats["skipped"] += 1
             return
         began = time.monotonic()
         try:
-            await self._after_turn(turn)
+            await self._capture_changes(turn)
         finally:
             self.stats["seconds"] += time.monotonic() - began
 
-    async def _after_turn(self, turn: int) -> None:
+    async def _capture_changes(self, turn: int) -> None:
         change = await self._classify()
         self._due_kind = max(self._due_kind, change.kind, key=ORDER.index)
         if change.unsure is None or self._unsure is None:
@@ -142,19 +141,19 @@ class Checkpointer:
             await self._capture(turn)
 
     async def _classify(self) -> Change:
+        """Return what the turn changed, or what the policy captures after every turn."""
         if self.policy == CLASSIFIED:
             return await self._inspector.look()
         return Change(PROCESS if self.policy == FULL else FILES, self.policy, None)
 
     def _start_over(self) -> None:
-        """Make the next capture complete, because the capture that it would refer to was not stored
-        or is of another sandbox."""
+        """Make the next capture complete: the last one was not stored, or is of another sandbox."""
         self._points = {t: p for t, p in self._points.items() if p is not self._last}
         self._last = self._last_listing = self._parent = None
         self._due_kind = PROCESS
 
     async def _capture(self, turn: int) -> None:
-        """Queue a capture of the due kind, or of files alone if processes can't be captured."""
+        """Take and submit a capture of the due kind, or of files if processes can't be captured."""
         wanted = self._due_kind
         possible = self.box.capture_kinds
         made = await self._take(wanted) if wanted in possible else None
@@ -165,7 +164,7 @@ class Checkpointer:
             return
         self._size, read = await asyncio.to_thread(_sizes, made.folder)
         if read > MOST_BYTES:
-            await self._refuse(made, turn, read)
+            await self._drop_too_large(made, turn, read)
             return
         self._too_large = False
         listing = await asyncio.to_thread(lambda: made.listing)
@@ -181,12 +180,12 @@ class Checkpointer:
         self._lost = made.kind != wanted or (self._lost and made.kind == FILES)
         self.stats[made.kind] += 1
         self.stats["raw_bytes"] += self._size
-        ticket.packed.add_done_callback(lambda _: self._count(ticket))
+        ticket.packed.add_done_callback(lambda _: self._count_bytes(ticket))
         self._points[turn] = self._last = _Point(turn, ticket)
         self._parent, self._last_listing, self._unsure = (self.name, turn), listing, set()
         self._due_kind = wanted if self._lost and PROCESS in possible else NONE
 
-    async def _refuse(self, made: Capture, turn: int, read: int) -> None:
+    async def _drop_too_large(self, made: Capture, turn: int, read: int) -> None:
         self.stats["skipped"] += 1
         await asyncio.to_thread(shutil.rmtree, made.folder, True)
         if not self._too_large:
@@ -194,7 +193,7 @@ class Checkpointer:
             self.engine.say(f"sandbox {self.name}: no checkpoints from turn {turn} on: {words}")
         self._too_large = True
 
-    def _count(self, ticket: Ticket) -> None:
+    def _count_bytes(self, ticket: Ticket) -> None:
         self.stats["bytes"] += ticket.packed_bytes
 
     async def _take(self, kind: str) -> Capture | None:
@@ -214,7 +213,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------- what is stored
 
     def saved(self, turn: int) -> bytes | None:
-        """Return a reference to the state after `turn`, for `restore`; None if it isn't stored."""
+        """Return a reference to the state after `turn`, for `restore`; None if it was skipped."""
         point = self._points.get(turn)
         if point is None:
             return None
@@ -238,8 +237,8 @@ class Checkpointer:
 async def restore(
     saved: bytes, engine: Engine, backend: str = "auto", exact: bool = False
 ) -> Restored:
-    """Restore a sandbox with the state that `saved` names. If that fails and `exact` is False, take
-    the newest turn before it that can be restored. Raises `SandboxError`."""
+    """Restore a sandbox with the state to which `saved` refers. If that fails and `exact` is False,
+    restore the newest earlier turn that can be restored. Raises `SandboxError`."""
     wanted = json.loads(saved)
     name, turn, life, wrong = wanted["name"], wanted["turn"], wanted["life"], []
     await engine.packed(name, turn, life)
@@ -264,14 +263,14 @@ def _failed(future: asyncio.Future[str]) -> bool:
 
 
 def _without(listing: Listing, paths: set[str]) -> Listing:
-    """Return the listing without the files at `paths`, under all names of these files: if a file
-    has several names, only the entry of the first has its content."""
+    """Return the listing without the files at `paths`. Their other names (hard links) are removed,
+    too, because only the entry of a file's first name has the content."""
     inodes = {entry["ino"] for entry in listing if entry["path"] in paths}
     return [entry for entry in listing if entry["ino"] not in inodes]
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """Return the bytes that a folder takes on disk, and a bound on those in chunks with data."""
+    """Return the bytes that a folder takes on disk, and the most bytes that packing reads of it."""
     taken = read = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -1,11 +1,10 @@
 """CRIU (criu.org), which writes processes to image files and restores them from there.
 
 It runs in a sandbox's namespaces as root of the sandbox's user namespace, but uses none of the
-sandbox's files: it gets its loader, libraries and program as file descriptors from outside, and
-reads no settings or plugins of the agent. Requests use CRIU's own protocol (swrk, images/rpc.proto
-of its source), because that lets files be copied after CRIU has written the processes and while it
-still holds them. Incremental images are not used, because they need a kernel that tracks soft-dirty
-pages.
+sandbox's files. Its loader, libraries and program are file descriptors from outside, and it reads
+no settings or plugins of the agent. Requests use CRIU's own protocol (swrk, images/rpc.proto of its
+source), with which files can be copied while CRIU still holds the processes that it has written.
+Incremental images are not used, because they need a kernel that tracks soft-dirty pages.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ VARIABLE = "ROSE_CRIU"
 NEEDED = (4, 2)  # oldest version: 4.1.1 fails on TCP sockets of Linux 6.18 (measured)
 REMEDY = f"scripts/get_criu.sh gets it, or name it in {VARIABLE}"
 ASK_S = 10.0  # seconds for `--version`, and for CRIU to exit after its answer
-LOG_BYTES = 64 * 1024  # most bytes that are kept of a log, from its end
-LOG_LINES = 4  # most errors of a log that a message quotes
+LOG_BYTES = 64 * 1024  # most bytes kept of a log, from its end
+LOG_LINES = 4  # most errors of a log in a message
 DUMP, RESTORE, NOTIFY = 1, 2, 6  # criu_req_type
 IGNORE_GROUPS, SKIP_LOCK, WARNINGS = 0, 3, 2
 
@@ -50,12 +49,13 @@ class Program:
 
 
 def prefix() -> Path:
+    """Return the folder in which scripts/get_criu.sh installs CRIU."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "rose" / "criu"
 
 
 def find() -> Program:
-    """Find CRIU, once per process. Raises `SandboxError` with the remedy."""
+    """Return the installed CRIU. The search runs once per process. Raises `SandboxError`."""
     found = _find()
     if isinstance(found, str):
         raise SandboxError(found)
@@ -74,13 +74,13 @@ def _find() -> Program | str:
             problems.append(f"{place} is not there")
             continue
         try:
-            return _ask(place)
+            return _program_at(place)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             problems.append(f"{place}: {error}")
     return f"no CRIU: {'; '.join(problems) or 'not installed'}; {REMEDY}"
 
 
-def _ask(place: str) -> Program:
+def _program_at(place: str) -> Program:
     """Return the CRIU at `place`. Raises OSError, ValueError, `subprocess.SubprocessError`."""
     own = Path(place).resolve().parent / "root"
     program = str(own / "usr/sbin/criu")
@@ -92,9 +92,9 @@ def _ask(place: str) -> Program:
         loader = loaders[0]
     else:
         program, loader = place, interpreter(place)
-        said = _run(loader, "--list", program)
+        said = _output_of(loader, "--list", program)
         libraries = tuple(dict.fromkeys(re.findall(r"=> (/\S+)/[^/\s]+ \(", said)))
-    said = _run(loader, "--library-path", ":".join(libraries), program, "--version")
+    said = _output_of(loader, "--library-path", ":".join(libraries), program, "--version")
     version = re.search(r"Version: (\d+)\.(\d+)(\S*)", said)
     if version is None:
         raise ValueError(f"it names no version but {said.strip()!r}")
@@ -103,7 +103,7 @@ def _ask(place: str) -> Program:
     return Program(loader, libraries, program, said.split()[1])
 
 
-def _run(*argv: str) -> str:
+def _output_of(*argv: str) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=ASK_S)
     if done.returncode:
         raise ValueError(done.stderr.strip()[-300:] or f"exit code {done.returncode}")
@@ -130,7 +130,7 @@ def interpreter(path: str) -> str:
 
 
 def order() -> dict[str, Any]:
-    """Return the argument of `open_program`, as plain values for JSON. Raises `SandboxError`."""
+    """Return the installed CRIU as JSON values for `open_program`. Raises `SandboxError`."""
     return asdict(find())
 
 
@@ -139,6 +139,8 @@ def order() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Opened:
+    """File descriptors of an installed CRIU."""
+
     loader: int
     libraries: tuple[int, ...]
     program: int
@@ -157,8 +159,7 @@ class CriuError(Exception):
 
 
 class Criu:
-    """A request to CRIU, for which a CRIU process is started. `dump` and `restore` raise
-    `CriuError`."""
+    """Sends requests, each to a new CRIU process. `dump` and `restore` raise `CriuError`."""
 
     def __init__(self, opened: Opened, images: int) -> None:
         self.opened, self.images = opened, images
@@ -166,28 +167,28 @@ class Criu:
         self._log = b""
 
     def dump(self, session: int, on_held: Callable[[], None]) -> None:
-        """Write `session` and its descendants to images. `on_held` is called when they are written
-        and still stopped. When it returns, they continue."""
+        """Write `session` and its descendants to images. When they are written and still stopped,
+        call `on_held`. After its return, the processes continue."""
         options = _options(self.images) + [(2, session), (3, 1)]
-        answer = self._ask(DUMP, options, on_held)
+        answer = self._request(DUMP, options, on_held)
         if not answer.get(2):
-            raise self._failed("can't write the processes")
+            raise self._failure("can't write the processes")
 
     def restore(self) -> int:
         """Restore the processes, and return the session's process id."""
-        answer = self._ask(RESTORE, _options(self.images), None)
+        answer = self._request(RESTORE, _options(self.images), None)
         if not answer.get(2):
-            raise self._failed("can't make the processes again")
+            raise self._failure("can't make the processes again")
         return decode(answer[4])[1]
 
-    def _failed(self, what: str) -> CriuError:
+    def _failure(self, what: str) -> CriuError:
         lines = [
             line for line in self._log.decode(errors="replace").splitlines() if "Error" in line
         ]
-        words = self._problem or "; ".join(lines[-LOG_LINES:]) or "it ended without a word"
+        words = self._problem or "; ".join(lines[-LOG_LINES:]) or "it ended without a message"
         return CriuError(f"CRIU {what}: {words}")
 
-    def _ask(
+    def _request(
         self, kind: int, options: list[tuple[int, Any]], on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
         """Start CRIU, send it one request of this kind, and return its result."""
@@ -214,15 +215,14 @@ class Criu:
             ours.close()
             with contextlib.suppress(ProcessLookupError):
                 # CRIU exits after its answer; kill it if it has not answered or doesn't exit.
-                if not _ended(pid, ASK_S):
+                if not _exits_within(pid, ASK_S):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
             os.close(read)
 
     def _exec_criu(self, channel: socket.socket, log: int, listen: bool) -> NoReturn:
-        """Replace this forked process by CRIU, which serves requests on `channel` and writes its
-        errors to `log`. `listen`: first send the parent a listener for calls about filters
-        (trace.py)."""
+        """Replace this forked process by CRIU, which serves `channel` and writes errors to `log`.
+        `listen`: first send the parent a listener for calls about filters (`trace.notify`)."""
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(os.open("/dev/null", os.O_RDWR), 0)
         os.dup2(0, 1)
@@ -244,8 +244,7 @@ class Criu:
     def _serve(
         self, channel: socket.socket, log: int, listener: int, on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
-        """Answer CRIU's notifications and keep its log until its result arrives. Return the result;
-        {} if CRIU ended without one."""
+        """Answer CRIU's notifications and keep its log. Return its result, {} if there is none."""
         program = kernel.filter_program() if listener >= 0 else b""
         poll = select.poll()
         for fd in (channel.fileno(), log, *([listener] if listener >= 0 else [])):
@@ -258,7 +257,7 @@ class Criu:
                     if not data:
                         poll.unregister(log)
                 elif fd == listener and event & select.POLLIN:
-                    trace.answer(listener, program, self._foreign)
+                    trace.answer(listener, program, self._on_foreign_filter)
                 elif fd == listener:
                     poll.unregister(listener)
                 else:
@@ -270,11 +269,11 @@ class Criu:
                         on_held()
                     channel.send(encode([(1, NOTIFY), (3, 1)]))
 
-    def _foreign(self, task: int) -> None:
+    def _on_foreign_filter(self, task: int) -> None:
         self._problem = f"thread {task} has a filter of system calls of its own"
 
 
-def _ended(pid: int, wait_s: float) -> bool:
+def _exits_within(pid: int, wait_s: float) -> bool:
     descriptor = os.pidfd_open(pid)
     ready, _, _ = select.select([descriptor], [], [], wait_s)
     os.close(descriptor)
@@ -327,7 +326,7 @@ def decode(data: bytes) -> dict[int, Any]:
     found: dict[int, Any] = {}
     at = 0
 
-    def number() -> int:
+    def read_varint() -> int:
         nonlocal at
         value = shift = 0
         while True:
@@ -338,11 +337,11 @@ def decode(data: bytes) -> dict[int, Any]:
 
     try:
         while at < len(data):
-            key = number()
+            key = read_varint()
             if key & 7 == 0:
-                found[key >> 3] = number()
+                found[key >> 3] = read_varint()
             elif key & 7 == 2:
-                size = number()
+                size = read_varint()
                 found[key >> 3], at = data[at : at + size], at + size
                 if at > len(data):
                     raise IndexError

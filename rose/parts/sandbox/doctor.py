@@ -1,4 +1,4 @@
-"""The findings of `rose doctor` about this machine's sandboxes (`rose.extensions` finds them)."""
+"""The findings of `rose doctor` about this machine's sandboxes (`rose.extensions` loads this)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from rose.parts.doctor.finding import Finding
 
 
 def findings() -> list[Finding]:
-    """Try the backends of env=terminal, each by starting a sandbox. If none works that is only a
-    warning, since no other environment needs one."""
+    """Start a sandbox with each backend of env=terminal, and report which backends work. If none
+    does, that is only a warning, because other environments need no sandboxes."""
     return of_backends(sandbox.describe())
 
 
 def of_backends(found: list[sandbox.Found]) -> list[Finding]:
+    """Return a finding for each backend. `found` has the preferred backend first."""
     works = [each for each in found if not each.problem]
     findings = []
     for each in found:
         part = f"sandboxes, {each.backend}"
         if each.problem and not works:
             findings.append(Finding("warning", part, each.problem, "env=terminal can't run here"))
-        elif each.problem:  # Only the loss of the best backend is a warning.
+        elif each.problem:
+            # Only a problem of the preferred backend is a warning.
             state = "warning" if each is found[0] else "ok"
             findings.append(Finding(state, part, f"not used: {each.problem}"))
         else:

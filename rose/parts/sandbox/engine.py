@@ -1,14 +1,13 @@
-"""The queue of an environment host for the packing and storing of its sandboxes' captures.
+"""An environment host's queue of its sandboxes' captures, which are packed and then stored.
 
     capture (raw, local) --save--> local store --copy, bytes_per_s--> shared store
                           packed                                      stored
 
-One process (`packer`) does both steps. Turns that a caller waits for, or whose sandbox has begun
-its next turn, come first; then the oldest captures. Turns of one sandbox are processed in order,
-and several sandboxes at once, so that a large turn delays no other sandbox. The raw captures that
-wait are bounded: beyond the bound a turn is skipped, and the next capture includes its changes.
-When a disk is full, checkpointing stops with one message, and the run goes on. No method blocks the
-event loop.
+One process (`packer`) does both steps. A capture is urgent if a caller waits for it or if its
+sandbox has begun its next turn. Urgent captures come first, then the oldest. Turns of one sandbox
+are processed in order, and several sandboxes at once, so that a large turn delays no other sandbox.
+The raw captures that wait are bounded. Beyond the bound a turn is skipped, and the next capture
+includes its changes. If a disk is full, checkpointing stops with one message; the run goes on.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from rose.parts.sandbox.backend import MIB, SandboxError
 from rose.parts.sandbox.packer import PackerProcess
 from rose.parts.sandbox.store import Store
 
-AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # most orders of each kind at the packer
+AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # most orders at the packer, by kind
 LOCK_S = 60.0  # seconds to wait for the lock of all hosts' folders
-JOB_S = 120.0  # seconds for an order, beside the time that `bytes_per_s` takes
-DEATHS = 3  # most packers that may die by themselves before checkpointing stops
-COLLECT_S = 30.0  # seconds between two removals of packs that no manifest names
+JOB_S = 120.0  # seconds for an order, without the delay by `bytes_per_s`
+DEATHS = 3  # most deaths of packers that the engine did not kill
+COLLECT_S = 30.0  # seconds between two removals of unused data from the stores
 
 
 @dataclass
@@ -57,7 +56,8 @@ class Counters:
 
 @dataclass(eq=False)
 class Ticket:
-    """A capture in the queue. `packed` and `stored` resolve to "" or to an error."""
+    """A capture in the queue. `packed` resolves when it is in the local store, and `stored` when it
+    is in the shared store: to "", or to an error. `parent`, `keep_image`: as in `Store.save`."""
 
     name: str
     turn: int
@@ -80,9 +80,9 @@ def _say(words: str) -> None:
 
 
 class Engine:
-    """Stores captures. `bytes_per_s` bounds writes to the shared store (0: no bound), `memory_mib`
-    the raw captures that wait. The newest `keep` turns of each sandbox stay stored (0: all), after
-    its end only if `wanted(name)`. `count(name, value)` receives quantities as they change."""
+    """Stores captures. `bytes_per_s` bounds writes to the shared store (0: no bound). `memory_mib`
+    bounds the raw captures that wait. The newest `keep` turns of each sandbox stay stored (0: all).
+    After its end they stay only while `wanted(name)`. `count(name, value)` receives quantities."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Engine:
         self._ended: set[str] = set()  # ended sandboxes whose turns are still stored
 
     async def open(self) -> Engine:
-        """Start the packer. Raises `SandboxError` if either folder can't be used."""
+        """Start the packer. Raises `SandboxError` if the local or shared folder can't be used."""
         try:
             await asyncio.to_thread(self._make_folders)
             await self._running_packer()
@@ -126,20 +126,22 @@ class Engine:
         own_folder(self._home, follow=self._named)
         try:
             self._take_over()
-        except OSError as error:  # such as a disk that is full
-            self.say(f"what dead hosts left can't be taken over: {error}")
-        with held(self._home / "lock", LOCK_S):  # no other host sees the folder unlocked
+        except OSError as error:  # such as a full disk
+            self.say(f"captures of dead hosts can't be taken over: {error}")
+        # This lock keeps other hosts from taking the new folder for a dead host's.
+        with held(self._home / "lock", LOCK_S):
             self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
         (self.local / left.SHARED).write_text(str(self._shared), encoding="utf-8")
         self.store = Store(self.local / "store", behind=Store(self._shared))
 
     def _take_over(self) -> None:
+        """Store what dead hosts of this run have packed, and remove their folders (left.py)."""
         with held(self._home / "lock", LOCK_S):
             left.take_over(self._home, self._shared, self.say)
 
     async def _running_packer(self) -> PackerProcess:
-        """Return a running packer. Raises OSError if none can start, or too many have died."""
+        """Return a running packer. Raises OSError if it can't start, or if too many have died."""
         async with self._starting:
             if self._packer is None or self._packer.killed or self._packer.ended:
                 self._deaths += self._packer is not None and not self._packer.killed
@@ -154,7 +156,7 @@ class Engine:
     # ---------------------------------------------------------------------- for checkpointers
 
     def place(self) -> Path:
-        """Return a new path on the node's disk for a capture that is made or restored."""
+        """Return a new path on the node's disk, for a capture or a restore."""
         return self.local / "raw" / str(next(self._captures))
 
     def room(self, raw: int) -> bool:
@@ -171,8 +173,7 @@ class Engine:
         keep_image: bool = False,
         life: int = 0,
     ) -> Ticket | None:
-        """Enqueue the capture in `folder`, of `raw` bytes. If there is no room for it, remove it
-        and return None."""
+        """Enqueue a capture of `raw` bytes. If there is no room, remove it and return None."""
         if not self.room(raw):
             self._remove(folder)
             return None
@@ -183,8 +184,7 @@ class Engine:
         return ticket
 
     def urge(self, name: str, late: bool = False) -> None:
-        """Give the queued captures of `name` priority. `late`: count them as late, because the
-        sandbox's next turn has begun."""
+        """Give queued captures of `name` priority. `late`: count them as late."""
         for stage in ("save", "copy"):
             for ticket in self._waiting[stage] + self._at_work[stage]:
                 if ticket.name == name:
@@ -194,8 +194,7 @@ class Engine:
 
     async def packed(self, name: str, turn: int, life: int) -> None:
         """Wait until each capture of `name` up to `turn` is in the local store or has failed. If no
-        store has the turn afterwards, take over what dead environment hosts have packed on this
-        machine."""
+        store has the turn then, look for it in the folders of dead hosts on this machine."""
         self.urge(name)
         on_their_way = self._waiting["save"] + self._at_work["save"]
         for ticket in on_their_way:
@@ -205,10 +204,10 @@ class Engine:
             try:
                 await asyncio.to_thread(self._take_over)
             except OSError as error:
-                self.say(f"what dead hosts left can't be taken over: {error}")
+                self.say(f"captures of dead hosts can't be taken over: {error}")
 
     def ended(self, name: str) -> None:
-        """Expect no more turns of `name`, and remove all of them once `wanted(name)` is False."""
+        """Note that the sandbox `name` has ended. Remove its turns once `wanted(name)` is False."""
         self._ended.add(name)
         self._forget_unwanted()
 
@@ -224,13 +223,14 @@ class Engine:
             for name in await asyncio.to_thread(unwanted):
                 order = {"do": "forget", "name": name, "keep": 0, "upto": None}
                 # `wanted` is checked again when the order is carried out.
-                self._order_tidy(order | {"unless_wanted": True})
+                self._order_removal(order | {"unless_wanted": True})
         except OSError as error:
             self.say(f"old checkpoints of sandboxes stay: {error}")
         if self._tidying is not None:
             await asyncio.wait({self._tidying})
 
     def _forget_unwanted(self) -> None:
+        """Remove all turns of ended sandboxes that are no longer wanted."""
         for name in [name for name in self._ended if not self._wanted(name)]:
             self.forget(name)
 
@@ -240,11 +240,11 @@ class Engine:
         for stage in ("save", "copy"):
             for ticket in [t for t in self._waiting[stage] if t.name == name]:
                 self._waiting[stage].remove(ticket)
-                self._fail(ticket, stage, "forgotten")
-        self._order_tidy({"do": "forget", "name": name, "keep": 0, "upto": None})
+                self._drop(ticket, stage, "forgotten")
+        self._order_removal({"do": "forget", "name": name, "keep": 0, "upto": None})
 
     def stop(self, words: str) -> None:
-        """Stop checkpointing for good, and log `words` once."""
+        """Stop checkpointing for good, and log the reason `words` once."""
         if self.stopped:
             return
         self.stopped = f"checkpoints of sandboxes stop here: {words}"
@@ -252,11 +252,11 @@ class Engine:
         for stage in ("save", "copy"):
             waiting, self._waiting[stage] = self._waiting[stage], []
             for ticket in waiting:
-                self._fail(ticket, stage, self.stopped)
+                self._drop(ticket, stage, self.stopped)
 
     def refused(self, words: str, shared: bool = False) -> bool:
-        """Return whether the error `words` means that the local or the `shared` folder takes no
-        more writes (`REMEDIES`); then stop checkpointing."""
+        """If the error `words` means that the folder accepts no more writes (`REMEDIES`), stop
+        checkpointing and return True. `shared`: the error is about the shared folder."""
         number = next((n for n in REMEDIES if os.strerror(n) in words), None)
         if number is not None:
             where = self._shared if shared else self._home
@@ -264,11 +264,11 @@ class Engine:
         return number is not None
 
     async def close(self, wait_s: float = 60.0) -> None:
-        """Store what is queued, for `wait_s` seconds at most, and remove the local folder."""
+        """Store the queued captures, for `wait_s` seconds at most, and remove the local folder."""
         until = time.monotonic() + wait_s
         with suppress(TimeoutError):
             await asyncio.wait_for(self.sweep(), wait_s)
-        self._order_tidy({"do": "collect", "name": "", "upto": 0})
+        self._order_removal({"do": "collect", "name": "", "upto": 0})
         while self._tasks and (rest_s := until - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
         lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
@@ -285,6 +285,7 @@ class Engine:
     # ---------------------------------------------------------------------- the queue
 
     def _dispatch(self) -> None:
+        """Start the next waiting captures, as far as `AT_ONCE` permits."""
         for stage in ("save", "copy"):
             waiting, at_work = self._waiting[stage], self._at_work[stage]
             while waiting and len(at_work) < AT_ONCE[stage]:
@@ -295,7 +296,7 @@ class Engine:
                 free = [t for name, t in firsts.items() if name not in busy]
                 if not free:
                     break
-                # Earlier turns of a sandbox with an urgent one are urgent, too.
+                # If a turn is urgent, so are earlier turns of its sandbox.
                 urgent = {t.name for t in waiting if t.urgent}
                 chosen = min(free, key=lambda t: (t.name not in urgent, t.taken))
                 waiting.remove(chosen)
@@ -309,6 +310,7 @@ class Engine:
         return task
 
     async def _work(self, stage: str, ticket: Ticket) -> None:
+        """Have the packer do one stage of a capture, and handle its answer."""
         order = {"do": stage, "name": ticket.name, "turn": ticket.turn}
         order |= {"folder": str(ticket.folder), "parent": ticket.parent}
         order |= {"keep_image": ticket.keep_image, "life": ticket.life}
@@ -320,16 +322,16 @@ class Engine:
         if answer is None and ticket.tries < DEATHS and not self.stopped:
             self._waiting[stage].insert(0, ticket)
         elif answer is None or "error" in answer:
-            self._failed(ticket, stage, answer or {"error": "the packer died over it"})
+            self._on_failure(ticket, stage, answer or {"error": "the packer died each time"})
         elif stage == "save":
-            self._saved(ticket, answer)
+            self._on_saved(ticket, answer)
         else:
-            self._copied(ticket, answer)
+            self._on_copied(ticket, answer)
         self._dispatch()
 
     async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
-        """Return the packer's answer; None if the packer died. A packer that doesn't answer is
-        killed, and other orders that it had are sent to the next packer."""
+        """Return the packer's answer; None if the packer died. Kill a packer that doesn't answer in
+        time; its other orders are sent to the next packer."""
         while True:
             try:
                 packer = await self._running_packer()
@@ -344,64 +346,69 @@ class Engine:
                 self.stop(str(error))
                 return {"error": self.stopped}
 
-    def _saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+    def _on_saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        """Queue a capture for the shared store, because it is in the local store now."""
         self._raw -= ticket.raw
         self._remove(ticket.folder)
         ticket.packed_bytes, ticket.tries = answer["written"], 0
         self.counters.raw_bytes += answer["raw"]
         self.counters.packed_bytes += answer["written"]
-        _settle(ticket.packed, "")
+        _resolve_once(ticket.packed, "")
         if self.stopped:
-            _settle(ticket.stored, self.stopped)
+            _resolve_once(ticket.stored, self.stopped)
         else:
             self._waiting["copy"].append(ticket)
 
-    def _copied(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+    def _on_copied(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        """Count a capture that is in the shared store now, and order the removal of older turns."""
         self.counters.stored += 1
         self.counters.stored_bytes += answer["written"]
         self.counters.lag_s += time.monotonic() - ticket.taken
         self._count("checkpoint bytes stored", self.counters.stored_bytes)
         self._count("checkpoint bytes waiting", self._raw)
-        _settle(ticket.stored, "")
+        _resolve_once(ticket.stored, "")
         if self._keep:
             order = {"do": "forget", "name": ticket.name, "keep": self._keep, "upto": ticket.turn}
-            self._order_tidy(order)
+            self._order_removal(order)
 
-    def _failed(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
+    def _on_failure(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
+        """Log that a capture could not be stored, or stop checkpointing if its folder is full."""
         words = answer["error"]
         self.counters.failed += 1
         if not self.refused(words, shared=stage == "copy"):
             self.say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
-        self._fail(ticket, stage, self.stopped or words)
+        self._drop(ticket, stage, self.stopped or words)
 
-    def _fail(self, ticket: Ticket, stage: str, words: str) -> None:
+    def _drop(self, ticket: Ticket, stage: str, words: str) -> None:
+        """Resolve the futures of a capture with the error `words`."""
         if stage == "save":
             self._raw -= ticket.raw
             self._remove(ticket.folder)
-        _settle(ticket.packed, words)
-        _settle(ticket.stored, words)
+        _resolve_once(ticket.packed, words)
+        _resolve_once(ticket.stored, words)
 
     def _remove(self, folder: Path) -> None:
         self._spawn(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
     # ---------------------------------------------------------------------- tidying up
 
-    def _order_tidy(self, order: dict[str, Any]) -> None:
+    def _order_removal(self, order: dict[str, Any]) -> None:
         self._tidy.append(order)
         if self._tidying is None or self._tidying.done():
-            self._tidying = self._spawn(self._tidy_up())
+            self._tidying = self._spawn(self._remove_old())
 
-    async def _tidy_up(self) -> None:
+    async def _remove_old(self) -> None:
+        """Send the orders for removals to the packer, each when no queued capture blocks it."""
         while self._tidy:
             order = self._tidy.pop(0)
             if order.get("unless_wanted") and await asyncio.to_thread(self._wanted, order["name"]):
                 continue
             if blocking := self._blocking_tickets(order):
                 await asyncio.wait([t.stored for t in blocking], timeout=JOB_S)
-            self._note(await self._ask(order, JOB_S))
+            self._log_error(await self._ask(order, JOB_S))
             if time.monotonic() > self._collected + COLLECT_S:
                 self._collected = time.monotonic()
-                self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
+                self._log_error(await self._ask({"do": "collect", "name": ""}, JOB_S))
 
     def _blocking_tickets(self, order: dict[str, Any]) -> list[Ticket]:
         """Return the queued captures that must be stored before `order` removes turns of a name.
@@ -415,11 +422,11 @@ class Engine:
             if (whole if ticket.name == name else name in (ticket.parent or ())[:1])
         ]
 
-    def _note(self, answer: dict[str, Any] | None) -> None:
+    def _log_error(self, answer: dict[str, Any] | None) -> None:
         if answer is not None and "error" in answer:
             self.say(f"old checkpoints of sandboxes stay: {answer['error']}")
 
 
-def _settle(future: asyncio.Future[str], words: str) -> None:
+def _resolve_once(future: asyncio.Future[str], words: str) -> None:
     if not future.done():
         future.set_result(words)

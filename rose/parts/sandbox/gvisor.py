@@ -1,8 +1,8 @@
 """The backend `gvisor`: runsc, a kernel in user space, for stronger isolation.
 
 It runs as root, or without root in a user namespace. The session is the container's first process,
-on three pipes, because a session that `runsc exec` started could not be restored from a checkpoint
-of runsc (measured). Files that a session wrote are lost when it has to be restarted.
+on three pipes: runsc could not restore a session that `runsc exec` had started (measured). When a
+session has to be restarted, the files that it wrote are lost.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID",
 
 
 class Runsc:
+    """The commands of runsc for a sandbox (`piped.Program`)."""
+
     NAME, PROGRAM, keeps_files = NAME, PROGRAM, False
     captures: ClassVar[dict[str, str]] = {
-        "files": "its files lie within its own kernel, whose images have the processes, too",
+        "files": "its files are in its own kernel, whose images include the processes",
         "process": "",
     }
 
     @staticmethod
     def prepare(spec: Spec, folder: Path) -> None:
+        """Write the container's bundle, which runsc reads."""
         for name in ("state", "bundle", "bundle/root"):
             (folder / name).mkdir()
         (folder / "bundle" / "config.json").write_text(
@@ -36,44 +39,44 @@ class Runsc:
         )
 
     @staticmethod
-    def begin(spec: Spec, folder: Path) -> list[list[str]]:
+    def setup_commands(spec: Spec, folder: Path) -> list[list[str]]:
         return []
 
     @staticmethod
-    def session(spec: Spec, folder: Path) -> list[str]:
-        return [*_runsc(folder), "run", "-bundle", f"{folder}/bundle", folder.name]
+    def session_command(spec: Spec, folder: Path) -> list[str]:
+        return [*_runsc_command(folder), "run", "-bundle", f"{folder}/bundle", folder.name]
 
     @staticmethod
-    def beside(spec: Spec, folder: Path, argv: list[str]) -> list[str]:
-        return [*_runsc(folder), "exec", folder.name, *argv]
+    def exec_command(spec: Spec, folder: Path, argv: list[str]) -> list[str]:
+        return [*_runsc_command(folder), "exec", folder.name, *argv]
 
     @staticmethod
-    def end(folder: Path) -> list[list[str]]:
-        return [[*_runsc(folder), "delete", "-force", folder.name]]
+    def end_commands(folder: Path) -> list[list[str]]:
+        return [[*_runsc_command(folder), "delete", "-force", folder.name]]
 
     @staticmethod
-    def checkpoint(folder: Path, images: Path) -> list[str]:
+    def capture_command(folder: Path, images: Path) -> list[str]:
         own = ["checkpoint", "-leave-running", "-image-path", str(images)]
-        return [*_runsc(folder), *own, folder.name]
+        return [*_runsc_command(folder), *own, folder.name]
 
     @staticmethod
-    def again(folder: Path, images: Path) -> list[str]:
+    def restore_command(folder: Path, images: Path) -> list[str]:
         own = ["restore", "-image-path", str(images), "-bundle", f"{folder}/bundle"]
-        return [*_runsc(folder), *own, folder.name]
+        return [*_runsc_command(folder), *own, folder.name]
 
 
-def _runsc(folder: Path) -> list[str]:
+def _runsc_command(folder: Path) -> list[str]:
     own = [] if os.geteuid() == 0 else ["unshare", "-U", "-r", "-m"]
     options = ["-network=none", "-ignore-cgroups", "-overlay2=root:memory", "-platform=systrap"]
     return [*own, PROGRAM, "-root", f"{folder}/state", *options]
 
 
 def config(spec: Spec, folder: Path) -> dict[str, Any]:
-    """OCI's config.json (opencontainers/runtime-spec 1.0.2)."""
+    """Return the content of config.json, which describes the container (OCI runtime-spec 1.0.2)."""
     capabilities = [f"CAP_{name}" for name in KEPT]
     mounts = [(each.source, each.target) for each in spec.mounts]
     if spec.image is None:
-        # On merged-usr systems some are links. The mounts aren't, so an agent can't replace them.
+        # Some of these are links on merged-usr systems. Agents could replace links, but not mounts.
         mounts += [(os.path.realpath(p), p) for p in SYSTEM if os.path.isdir(p)]
     tmpfs = {"type": "tmpfs", "source": "tmpfs"}
     limits = spec.limits

@@ -1,9 +1,9 @@
 """Process 1 of a sandbox: builds the root, starts the session, opens files, reaps processes.
 
-The keeper (keeper.py) forks it. It exchanges messages with the host over one socket. It holds
-capabilities in the sandbox's user namespace that no other process inside has, so no program of the
-agent can trace it, read its memory or open its files. The session is a child of process 1, because
-a checkpoint contains the session without process 1. A restored session gets a new process 1.
+The keeper (keeper.py) forks it. It exchanges messages with the host over one socket. No other
+process in the sandbox has its capabilities, so no program of the agent can trace it, read its
+memory or open its files. The session (the agent's bash) is a child of process 1, because a
+checkpoint contains the session without process 1. A restored session gets a new process 1.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rose.parts.sandbox.backend import GUARDED, MIB, SESSION
 from rose.parts.sandbox.watch import OWN_PIPES, READ_CALL, Watch
 
 MESSAGE_BYTES = 128 * 1024  # most bytes of a message
-WORK = "work"  # folder in the keeper's file system; each sandbox mounts its own tmpfs there
+WORK = "work"  # mount point of a sandbox's own tmpfs, in the keeper's file system
 SESSION_FILES = "/run/rose"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 KILL_ROUNDS = 200  # most rounds of 5 ms each; a fork bomb takes several
 LOW_NUMBERS = 300  # RESERVED_PIDS of the kernel
-# Most open files of a program of the agent. The kernel refuses to pass descriptors (SCM_RIGHTS) if
-# the user has more of them in flight than the sender may have open. So this is less than half of
-# what process 1 and the host may have open.
+# Most open files of an agent's program. The kernel refuses to pass descriptors (SCM_RIGHTS) if the
+# user has more of them in flight than the sender may have open. Process 1 and the host may have at
+# least twice as many open, so they can still pass descriptors when an agent can't.
 MOST_FILES = 16_384
-BEGAN_FIELD = 19  # start in clock ticks since boot: index in /proc/PID/stat after the name
+BEGAN_FIELD = 19  # index of the start time in /proc/PID/stat, counted behind the name
 
 
 def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -56,10 +56,11 @@ def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 def run(
     spec: dict[str, Any], base: str, lower: str, control: socket.socket, saved: list[int]
 ) -> NoReturn:
-    """Build the sandbox and serve the host until it closes `control`. The other processes of the
-    PID namespace end with this one."""
+    """Build the sandbox (see `build`) and serve the host until it closes `control`. The other
+    processes of the PID namespace end with this one."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal without a handler
+        # The kernel drops signals for which process 1 has no handler, so SIGINT can't end it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         upper = build(spec, base, lower, saved)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         init = Init(spec, control, upper)
@@ -79,8 +80,8 @@ def run(
 
 
 def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
-    """Make an overlay over `lower` the root. Its upper layer is a bounded tmpfs with the files of
-    `saved` (file descriptors of a listing and its contents). Return a descriptor of that layer."""
+    """Mount an overlay over the folder `lower` and make it the root. Return a file descriptor of
+    its upper layer, a bounded tmpfs with the files of `saved` (a listing and its contents)."""
     limits, work = spec["limits"], f"{base}/{WORK}"
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
     kernel.mount("tmpfs", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
@@ -106,33 +107,34 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
         os.makedirs(root + each["target"], exist_ok=True)
         kernel.bind(each["source"], root + each["target"], read_only=True)
     for name in ("dev", "proc", "run", "tmp", "root"):
+        # A link that the agent made would move the mount elsewhere.
         if name in ("dev", "proc", "run") and os.path.islink(f"{root}/{name}"):
-            os.unlink(f"{root}/{name}")  # an agent's link would move the mount elsewhere
+            os.unlink(f"{root}/{name}")
         if not os.path.lexists(f"{root}/{name}"):
             os.mkdir(f"{root}/{name}")
     if not saved:
         os.chmod(f"{root}/tmp", 0o1777)
-    devices(f"{root}/dev")
+    mount_devices(f"{root}/dev")
     if filler is not None:
         filler.fill(f"{root}/{layer.SHARED}", layer.SHARED)
         os.close(saved[1])
     for name in GUARDED:
         guard(f"{root}/{name}")
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
-    kernel.share(f"{root}/proc")
-    session_files(root + SESSION_FILES)
-    kernel.raise_loopback()
+    kernel.limit_watches(f"{root}/proc")
+    create_session_pipes(root + SESSION_FILES)
+    kernel.bring_up_loopback()
     socket.sethostname("sandbox")
     upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.change_root(root)
-    # In the new root only, because a link of an image may lead outside of it.
+    # This must follow the change of root, because a link in an image may lead outside of the root.
     os.makedirs(spec["workdir"], exist_ok=True)
     return upper
 
 
 def guard(folder: str) -> None:
-    """Mount an empty, read-only file system on `folder`. The agent could remove a plain folder of
-    the overlay, and with it what is mounted there in every mount namespace."""
+    """Mount an empty, read-only file system on `folder`, because a mount point can't be removed. If
+    the agent removed the folder, the kernel would also detach what a check has mounted on it."""
     if os.path.islink(folder) or os.path.isfile(folder):
         os.unlink(folder)
     os.makedirs(folder, exist_ok=True)
@@ -140,8 +142,9 @@ def guard(folder: str) -> None:
     kernel.mount("tmpfs", folder, "tmpfs", options, "mode=755,size=4k")
 
 
-def devices(folder: str) -> None:
-    """Mount /dev, read-only except /dev/shm, so that captures see all that an agent can write."""
+def mount_devices(folder: str) -> None:
+    """Mount /dev on `folder`, read-only except /dev/shm. Captures include no other files of /dev,
+    so an agent must not be able to write any."""
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
         with open(f"{folder}/{name}", "w", encoding="utf-8"):
@@ -159,9 +162,9 @@ def devices(folder: str) -> None:
     kernel.set_attributes(kernel.AT_FDCWD, folder, kernel.ATTR_RDONLY)
 
 
-def session_files(folder: str) -> None:
-    """Create named pipes for the session, on a file system that the agent can't change. A
-    checkpoint can't contain file descriptors that reach outside of the sandbox."""
+def create_session_pipes(folder: str) -> None:
+    """Create the session's pipes and script in `folder`, on a file system that the agent can't
+    change. The pipes have names, because a checkpoint can't contain descriptors from outside."""
     if os.path.islink(folder):
         os.unlink(folder)
     os.makedirs(folder, exist_ok=True)
@@ -177,10 +180,12 @@ def session_files(folder: str) -> None:
 
 
 class Init:
+    """Serves the host's orders as process 1 of a sandbox."""
+
     def __init__(self, spec: dict[str, Any], control: socket.socket, upper: int) -> None:
         self.spec, self.control, self.upper = spec, control, upper
         self.watch: Watch | None = None  # None before the first look
-        self.session = 0  # process id of its bash in this namespace, 0 for none
+        self.session = 0  # process id of the session's bash, 0 if there is none
         self.opening: set[int] = set()  # children that open files for the host
         names = ("commands", "output", "codes")
         self.pipes = tuple(os.open(f"{SESSION_FILES}/{n}", os.O_RDWR) for n in names)
@@ -190,6 +195,7 @@ class Init:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
+        """Send the session's pipes to the host, and carry out orders until it disconnects."""
         ends = tuple(
             os.open(f"{SESSION_FILES}/{n}", os.O_RDWR | os.O_NONBLOCK)
             for n in ("commands", "output", "codes")
@@ -213,10 +219,10 @@ class Init:
                 self.handle(order)
 
     def handle(self, order: dict[str, Any]) -> None:
-        """Carry out an order and send its answer, which may be an error."""
+        """Carry out an order and send its answer or an error."""
         if order["do"] == "open":
             self.open(order["path"], order["write"])
-            return  # answered by the child
+            return  # the child sends the answer
         fds = (self.upper,) if order["do"] == "upper" else ()
         try:
             answer = self.obey(order)
@@ -263,6 +269,7 @@ class Init:
         return {}
 
     def reap(self) -> None:
+        """Collect ended children. Report an ended session, and children that gave no answer."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -282,30 +289,30 @@ class Init:
                 code = os.waitstatus_to_exitcode(status)
                 send(self.control, {"ended": code})
 
-    def child(self) -> int:
-        """Fork, and reset signal handlers in the child."""
+    def fork_child(self) -> int:
+        """Fork. The child has default signal handlers, and is killed first when memory is full."""
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # While a process isn't dumpable, as process 1 is not, its /proc files belong to the
-            # host's root, and it can't write them.
+            # Process 1 isn't dumpable, so it can't write its files in /proc. The child has to be.
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             with (
                 contextlib.suppress(OSError),
                 open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file,
             ):
                 file.write("500")
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program's execve sets it again
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # undone by the program's execve
         return pid
 
     def begin_session(self, cwd: str | None) -> int:
+        """Start the session's bash in the folder `cwd`. Return its process id."""
         leave_low_numbers()
-        pid = self.child()
+        pid = self.fork_child()
         if pid:
             return pid
         try:
-            # Orphans of its programs become its children, so that a capture finds them.
+            # Orphans of its programs become children of bash, so that a capture finds them.
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             for fd, pipe in enumerate(self.pipes):
                 os.dup2(pipe, fd)
@@ -319,7 +326,7 @@ class Init:
 
     def open(self, path: str, write: bool) -> None:
         """Open a file for the host in a child that has no more rights than the session."""
-        if pid := self.child():
+        if pid := self.fork_child():
             self.opening.add(pid)
             return
         answered = False
@@ -346,9 +353,8 @@ class Init:
 
 
 def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
-    """Give new processes ids above `last`. Captured processes must get their ids again when they
-    are restored, and these are higher: Linux gives the low ids only once. So the processes that
-    restore a capture leave those ids free."""
+    """Give new processes ids above `last`. Lower ids are left to the processes that carry out a
+    restore, so that restored processes find their own ids free. Linux never reuses low ids."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,
@@ -360,7 +366,7 @@ def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """Execute `argv` in this process, with the sandbox's limits and without process 1's rights."""
-    # Python ignores some signals, and nohup or a script's & others; the program must ignore none.
+    # Python, nohup and a script's `&` have some signals ignored. The program must ignore none.
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # signals that the C library reserves
             signal.signal(number, signal.SIG_DFL)
@@ -377,7 +383,7 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     processes = spec["limits"]["processes"]
     resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if "memory" in spec["lacking"]:  # a bound for each process instead of the sandbox
+    if "memory" in spec["lacking"]:  # bound of each process, as the sandbox has none
         data = spec["limits"]["memory_mib"] * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
     kernel.confine(True)
@@ -411,7 +417,7 @@ def end_others(since: int, spare: tuple[int, ...] = ()) -> None:
 
 
 def started() -> list[tuple[int, int]]:
-    """Return (process id, start in clock ticks after boot) of each living process but this one."""
+    """Return (process id, start in clock ticks after boot) of each living process but process 1."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":

@@ -1,18 +1,21 @@
 """Classify what a turn changed in its sandbox: nothing, files, or state that needs process images.
 
     inspector = Inspector(box)
-    change = await inspector.look()         # after each turn, when the shell waits for the next one
+    change = await inspector.look()         # after each turn, while the shell waits for a command
 
 Three quarters of an agent's turns change nothing that a checkpoint would have to keep (Crab, arXiv
-2604.28138). Each inspection compares two things with those of the last one: the shell's state, as
-the session prints it (`backend.SESSION`), and what process 1 sees of files, processes and open
-files (`watch`). What can't be seen counts as changed. A program of the agent can deceive only its
-own sandbox's inspector, and so lose its own state.
+2604.28138). Each inspection compares the state with that at the last inspection:
+  1. the shell's variables and settings, which the session prints (`backend.SESSION`);
+  2. files, processes and open files, which process 1 inspects (`watch`).
+A state that can't be inspected counts as changed. An agent can deceive only the inspector of its
+own sandbox, and would only lose its own state.
 
-These changes are not noticed: the seed of RANDOM, unsetting such a variable, bash's hash table and
-`$0`, the place of getopts within one argument, a process's allowed cores and I/O priority, writes
-through memory into a nameless file (a memfd) that another process has open, and what was written to
-a terminal but not delivered by the kernel yet (milliseconds).
+These changes are not noticed:
+  - the seed of RANDOM, bash's hash table, `$0`, and the place of getopts within one argument;
+  - unsetting a variable of `VOLATILE`;
+  - a process's allowed cores and I/O priority;
+  - writes through memory into a nameless file (a memfd) that another process has open;
+  - data for a terminal that the kernel has not delivered yet (milliseconds).
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ CLOCK = re.compile(rb"\x01clock\n(-?\d+)\n")
 
 @dataclass(frozen=True)
 class Change:
-    """The result of an inspection. `kind`: the least kind of capture that keeps the change. `why`:
-    the first change found. `unsure`: paths, in the overlay's upper layer, of files that may have
-    been written through memory; a capture copies them even if their inode, size and times are those
-    of an earlier copy (None: all files)."""
+    """The result of an inspection. `kind`: the least kind of capture that contains the change.
+    `why`: the first change found. `unsure`: files that may have changed although inode, size and
+    times are the same, because a process can write them through memory; None: all files. Paths are
+    relative to the sandbox's root. A capture must copy these files."""
 
     kind: str
     why: str
@@ -47,8 +50,7 @@ class Change:
 
 
 class Inspector:
-    """Inspects one running sandbox. The first inspection has nothing to compare with, so its kind
-    is `process`."""
+    """Inspects a sandbox. The first result is `process`: there is nothing to compare with yet."""
 
     def __init__(self, box: Sandbox) -> None:
         self.box = box
@@ -75,7 +77,7 @@ class Inspector:
         if not before:
             return PROCESS, "the first look", unsure
         if b"end" not in shell:
-            return PROCESS, "the shell does not tell its state", unsure
+            return PROCESS, "the shell did not print its whole state", unsure
         for name in shell.keys() | before.keys():
             if shell.get(name) != before.get(name):
                 return PROCESS, f"the shell's {name.decode(errors='replace')} changed", unsure
@@ -92,8 +94,8 @@ class Inspector:
         return NONE, "", unsure
 
     async def resume(self) -> None:
-        """Ignore that the processes ran because of a capture, which is no change by the agent.
-        Call this after each capture of processes. Raises `SandboxError`."""
+        """Have the next `look` ignore that processes ran because of a capture. Call this after each
+        capture of processes. Raises `SandboxError`."""
         await self.box.shell.resume()
 
 

@@ -1,13 +1,12 @@
 """The process that creates an environment host's sandboxes and cleans up after them.
 
-    python -m rose.parts.sandbox.keeper SOCKET    a file descriptor; `namespaces.Keeper` starts it
+    python -m rose.parts.sandbox.keeper SOCKET        (a file descriptor, from `namespaces.Keeper`)
 
 It is small and has one thread, so that it can fork a sandbox in a millisecond. All mounts are in
-mount namespaces of the keeper and the sandboxes, so they vanish with these processes, whatever
-kills them. When the host ends, its socket closes, and the keeper ends the sandboxes. When the
-keeper is killed, the parent-death signal kills them. Only control groups can remain, and the next
-keeper removes those. With root, a sandbox's users are mapped to host users that no other sandbox
-has (users.py). Without root, its only user is this one, in a user namespace of the keeper.
+mount namespaces of the keeper and the sandboxes, so they vanish with these processes. When the host
+ends, its socket closes, and the keeper ends the sandboxes. When the keeper is killed, the
+parent-death signal kills the sandboxes. Only control groups can remain, and the next keeper removes
+them. With root, each sandbox has host users of its own (users.py), else all have the keeper's user.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from rose.parts.sandbox.backend import HOST_FOLDERS, Limits
 from rose.parts.sandbox.cgroups import Groups, own_name
 from rose.parts.sandbox.init import WORK, receive, run, send
 
-PLACES = ("/media", "/mnt", "/srv", "/opt")  # candidates for a private tmpfs: the first empty one
-NEW = (
+PLACES = ("/media", "/mnt", "/srv", "/opt")  # candidates for the mount point of the keeper's tmpfs
+NEW_NAMESPACES = (
     kernel.NEWUSER
     | kernel.NEWNS
     | kernel.NEWPID
@@ -39,7 +38,7 @@ NEW = (
     | kernel.NEWIPC
     | kernel.NEWCGROUP
 )
-# Entries of the host's /etc that programs need, and none that describes the site.
+# Entries of the host's /etc that programs in a sandbox need. None of them describes the site.
 ETC = [
     "alternatives",
     "bash.bashrc",
@@ -64,14 +63,14 @@ ETC = [
     "ssl",
     "terminfo",
 ]
-MADE = {
+MADE = {  # file of a sandbox's /etc -> its content
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost sandbox\n",
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-SWITCHES = {
+FORBIDDING = {  # setting -> value that forbids user namespaces
     "/proc/sys/user/max_user_namespaces": "0",
     "/proc/sys/kernel/unprivileged_userns_clone": "0",
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
@@ -79,13 +78,15 @@ SWITCHES = {
 
 
 class Keeper:
+    """Creates sandboxes, serves the host's orders, and removes the remains of ended sandboxes."""
+
     def __init__(self, host: socket.socket) -> None:
         self.host = host
         self.groups = Groups()
         self.removed = self.groups.remove_stale()
-        self.root = self._own_namespaces()
+        self.root = self._enter_namespaces()
         self.ranges = users.Ranges()
-        self.base = self._own_files()
+        self.base = self._mount_own_files()
         self.name = own_name()
         self.made = 0
         # Process 1's id on the host -> the sandbox's number, its namespaces (file descriptors), its
@@ -93,9 +94,9 @@ class Keeper:
         self.sandboxes: dict[int, tuple[int, list[int], dict[str, Any], int]] = {}
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
-    def _own_namespaces(self) -> bool:
-        """Enter a mount namespace of its own, with root's rights or in a user namespace. Return
-        whether each sandbox can have a range of users."""
+    def _enter_namespaces(self) -> bool:
+        """Enter a new mount namespace, with root's rights or in a new user namespace. Return
+        whether each sandbox can have a range of host users."""
         try:
             kernel.unshare(kernel.NEWNS)
             root = users.has_ranges()
@@ -107,21 +108,22 @@ class Keeper:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         return root
 
-    def _own_files(self) -> str:
-        """Mount a private tmpfs for the lower layer of sandboxes without image. Return its path."""
+    def _mount_own_files(self) -> str:
+        """Mount the keeper's tmpfs, with the lower layer of sandboxes without an image."""
         place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
         kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         for name in (WORK, "image", "criu", "host", "host/etc"):
             os.mkdir(f"{place}/{name}", 0o755)
         host = f"{place}/host"
         for name in HOST_FOLDERS:
-            if os.path.isdir(f"/{name}"):  # a folder even for a link, which an agent could replace
+            # Where the host has a link, a sandbox gets a folder, because agents can replace links.
+            if os.path.isdir(f"/{name}"):
                 os.mkdir(f"{host}/{name}")
                 os.mkdir(f"{host}/{name}/.rose-bound")
         for pattern in ETC:
             for path in glob.glob(f"/etc/{pattern}"):
                 target = f"{host}{path}"
-                with contextlib.suppress(OSError, shutil.Error):  # files this user may not read
+                with contextlib.suppress(OSError, shutil.Error):  # such as unreadable files
                     if os.path.isdir(path):
                         shutil.copytree(path, target, symlinks=True, ignore=_private)
                     else:
@@ -132,6 +134,7 @@ class Keeper:
         return place
 
     def serve(self) -> None:
+        """Carry out the host's orders until it closes the socket, then end all sandboxes."""
         send(
             self.host, {"root": self.root, "lacking": self.groups.lacking, "removed": self.removed}
         )
@@ -158,6 +161,7 @@ class Keeper:
             self.groups.remove(f"{self.name}-{number}")
 
     def handle(self, order: dict[str, Any], fds: list[int]) -> None:
+        """Create a sandbox, or begin an order for a sandbox. `fds`: received descriptors."""
         if "do" in order:
             self.begin_beside(order, fds)
         else:
@@ -170,7 +174,7 @@ class Keeper:
             except (OSError, ValueError, TypeError) as error:
                 if user:
                     self.ranges.release(user)
-                hint = switched_off() if "unshare" in str(error) else ""
+                hint = forbidding_setting() if "unshare" in str(error) else ""
                 said = {"failed": f"{error}{hint}"}
             with contextlib.suppress(OSError):  # the host may have closed its end
                 send(control, said)
@@ -181,23 +185,23 @@ class Keeper:
     def begin(
         self, spec: dict[str, Any], control: socket.socket, saved: list[int], user: int
     ) -> int:
-        """Fork a sandbox's process 1, which waits until its group and its new parent are in place,
-        and return its id. `saved`: file descriptors of the listing and the contents of its first
-        files, if any; `user`: the first of its range of host users, 0 without root."""
+        """Fork process 1 of a new sandbox and return its id. It waits until it is in its control
+        group and is the keeper's child. `saved`: file descriptors of a listing and its contents, if
+        the sandbox begins with such files. `user`: the first of its host users, 0 without root."""
         lower = self.lower(spec["image"], user)
         go, mapped = os.pipe(), os.pipe()
         ours, said = socket.socketpair()
         first = os.fork()
         if first == 0:
             try:
-                new_child()
-                if user:  # the kernel charges a namespace's creator for what its users have
+                reset_signals()
+                if user:  # because a namespace's resources count for its creator, too
                     kernel.become(user)
-                kernel.unshare(NEW)
+                kernel.unshare(NEW_NAMESPACES)
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
                 os.read(mapped[0], 1)
-                with contextlib.suppress(PermissionError):  # kept, but unmapped, without root
+                with contextlib.suppress(PermissionError):  # groups stay unmapped without root
                     os.setgroups([])
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
@@ -223,7 +227,7 @@ class Keeper:
                 os.write(mapped[1], b"m")
                 words = ours.recv(4096)
             os.close(mapped[1])
-            # Process 1 dies with its parent, which is now this process.
+            # After this, the keeper is the parent of process 1, which dies with its parent.
             os.waitpid(first, 0)
             if not words.isdigit():
                 raise OSError(words.decode() or "its first process ended")
@@ -236,10 +240,11 @@ class Keeper:
             ours.close()
             for fd in (*go, mapped[0]):
                 os.close(fd)
-            if user and spec["image"] is not None:  # a copy is in the sandbox's mount namespace
+            if user and spec["image"] is not None:  # a mount that the sandbox has copied
                 kernel.unmount(lower)
 
     def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int, user: int) -> int:
+        """Put a new process 1 into its control group, record its sandbox and let it continue."""
         self.made += 1
         try:
             spaces += [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "cgroup")]
@@ -252,23 +257,23 @@ class Keeper:
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
         ):
-            file.write("-900")  # kill the agent's processes first; not allowed without root
+            # Have the kernel kill the agent's processes first. Without root this fails.
+            file.write("-900")
         self.sandboxes[pid] = (self.made, spaces, spec, user)
         os.write(go, b"g")
         return pid
 
     def lower(self, image: str | None, user: int) -> str:
-        """Return the lower layer. With root, the sandbox's users seem to own an image's files."""
+        """Return the lower layer's folder. With root, the sandbox's users own its files."""
         if image is None:
             return f"{self.base}/host"
         if not user:
             return image
-        kernel.mount_shifted(image, f"{self.base}/image", self.ranges.space(user))
+        kernel.mount_idmapped(image, f"{self.base}/image", self.ranges.space(user))
         return f"{self.base}/image"
 
     def criu_cache(self, user: int) -> str:
-        """Return a folder for CRIU's cache of kernel features. Each range of users has its own
-        folder, because CRIU must own it."""
+        """Return the folder of CRIU's cache of kernel features. CRIU's user must own it."""
         own, known = f"{self.base}/criu/{user}", glob.glob(f"{self.base}/criu/*/*")
         if not os.path.isdir(own):
             os.mkdir(own, 0o700)
@@ -278,8 +283,7 @@ class Keeper:
         return own
 
     def begin_beside(self, order: dict[str, Any], fds: list[int]) -> None:
-        """Run a check, a capture or a restore in a sandbox, in a child that writes its result to
-        the last of `fds`."""
+        """Run a check, capture or restore in a child. It writes its result to the last of `fds`."""
         number, spaces, spec, user = self.sandboxes.get(order["sandbox"], (0, [], {}, 0))
         if number == 0:
             with contextlib.suppress(OSError):
@@ -289,7 +293,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             try:
-                new_child()
+                reset_signals()
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
                 close_but(held, *spaces, *fds)
                 os.read(held, 1)
@@ -302,10 +306,11 @@ class Keeper:
             finally:
                 os._exit(1)
         try:
-            if order["do"] != "capture":  # a capture may need more memory than the sandbox has left
+            # A capture may need more memory than the sandbox has left.
+            if order["do"] != "capture":
                 self.groups.join(f"{self.name}-{number}", pid)
             os.write(go, b"g")
-        except OSError as error:  # the sandbox ended just now
+        except OSError as error:  # such as a sandbox that has just ended
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 os.write(fds[-1], json.dumps({"failed": str(error)}).encode())
@@ -313,6 +318,7 @@ class Keeper:
         os.close(go)
 
     def reap(self) -> None:
+        """Collect ended children, and release the groups and users of ended sandboxes."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -329,16 +335,16 @@ class Keeper:
                     self.ranges.release(user)
 
 
-def new_child() -> None:
+def reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def close_but(*kept: int) -> None:
-    """Close inherited descriptors, so that other sandboxes' namespaces don't outlive them here."""
+    """Close descriptors except `kept`, so that ended sandboxes' namespaces don't stay alive."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            with contextlib.suppress(OSError):  # the listing's own descriptor, which is closed
                 os.close(int(name))
 
 
@@ -347,9 +353,9 @@ def _private(folder: str, names: list[str]) -> list[str]:
     return [n for n in names if n == "private" or not os.access(f"{folder}/{n}", os.R_OK)]
 
 
-def switched_off() -> str:
-    """Name the setting of this machine that forbids user namespaces, "" if there is none."""
-    for path, value in SWITCHES.items():
+def forbidding_setting() -> str:
+    """Return a text with the setting of this machine that forbids user namespaces, else ""."""
+    for path, value in FORBIDDING.items():
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             if file.read().strip() == value:
                 name = path.removeprefix("/proc/sys/").replace("/", ".")
@@ -360,11 +366,11 @@ def switched_off() -> str:
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # eight per sandbox
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # eight descriptors per sandbox
     try:
         keeper = Keeper(host)
     except OSError as error:
-        send(host, {"failed": f"{error}{switched_off()}"})
+        send(host, {"failed": f"{error}{forbidding_setting()}"})
         return
     keeper.serve()
 

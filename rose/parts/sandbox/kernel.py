@@ -1,8 +1,8 @@
 """System calls of Linux that Python's library lacks: namespaces, mounts, capabilities, seccomp.
 
-The numbers are those of x86-64 and arm64, which share them from 424 on (asm-generic/unistd.h).
-Other machines are not supported. Every function raises `OSError` with the call's name. libseccomp,
-which systemd brings to every distribution, builds seccomp's filter; nothing else is needed.
+The numbers of calls are those of x86-64 and arm64, which have the same numbers from 424 on
+(asm-generic/unistd.h). Other machines are not supported. Every function raises `OSError` with the
+call's name. libseccomp builds seccomp's filter; every distribution with systemd has it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ SHARED = (
     ("max_fanotify_groups", "fanotify/max_user_groups"),
     ("max_fanotify_marks", "fanotify/max_user_marks"),
 )
-SHARE = 8  # each sandbox gets 1 / SHARE of its user's limits; without root all have one user
+# Each sandbox gets 1 / SHARE of its host user's limits. Without root, all sandboxes have one user.
+SHARE = 8
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
-# System calls that an agent's programs don't need and where kernels have had holes: the lists of
-# Docker and Flatpak. They return EPERM. clone3 returns ENOSYS, so that libc uses clone, whose flags
-# a filter can see.
+# System calls that an agent's programs don't need and in which kernels have had security holes,
+# from the lists of Docker and Flatpak. They return EPERM. clone3 returns ENOSYS, so that libc uses
+# clone: filters can read its flags.
 REFUSED = [
     "acct",
     "add_key",
@@ -91,14 +92,14 @@ REFUSED = [
     "mount_setattr",
     "move_mount",
     "move_pages",
-    "mq_open",  # CRIU does not restore POSIX message queues
+    "mq_open",  # POSIX message queues, which CRIU does not restore
     "name_to_handle_at",
     "open_by_handle_at",
     "open_tree",
     "perf_event_open",
-    "pidfd_getfd",  # shares what a process that has slept has open, which no inspection would see
+    "pidfd_getfd",  # access to open files of a sleeping process, not seen by watch.py
     "pivot_root",
-    "process_vm_writev",  # changes a process that has slept, which no inspection would see
+    "process_vm_writev",  # change of a sleeping process, not seen by watch.py
     "quotactl",
     "reboot",
     "request_key",
@@ -115,13 +116,14 @@ REFUSED = [
 ]
 ACT_ALLOW, ACT_ERRNO = 0x7FFF0000, 0x00050000
 CMP_EQ, CMP_GT, CMP_MASKED_EQ = 4, 6, 7
-# Families of sockets that a network namespace confines; all others are refused. AF_VSOCK leads from
-# a virtual machine to its hypervisor; AF_ALG and the like are seldom used parts of the kernel.
+# Permitted families of sockets: those that a network namespace confines. AF_VSOCK, for example,
+# would connect a virtual machine to its hypervisor, and AF_ALG is a seldom used part of the kernel.
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
-TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put keys into a terminal's input
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # ioctls that insert input into a terminal
 
 
 def _check(result: int, what: str) -> int:
+    """Return `result`; if it is negative, raise the OSError of the call `what`."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -153,8 +155,7 @@ def unmount(target: str) -> None:
 
 
 def bind(source: str, target: str, read_only: bool = False) -> None:
-    """Bind-mount recursively. `read_only` applies to all mounts below `source`, too (Linux
-    5.12)."""
+    """Bind-mount recursively. `read_only` applies to mounts below `source`, too (Linux 5.12)."""
     mount(source, target, "", MS_BIND | MS_REC)
     if read_only:
         set_attributes(AT_FDCWD, target, ATTR_RDONLY | ATTR_NOSUID, recursive=True)
@@ -163,6 +164,7 @@ def bind(source: str, target: str, read_only: bool = False) -> None:
 def set_attributes(
     at: int, path: str, attributes: int, user_namespace: int = 0, recursive: bool = False
 ) -> None:
+    """Set mount attributes of `path` below the folder `at`; if `path` is "", of the mount `at`."""
     value = struct.pack("QQQQ", attributes, 0, 0, user_namespace)
     flags = (AT_RECURSIVE if recursive else 0) | (0 if path else AT_EMPTY_PATH)
     done = LIBC.syscall(
@@ -171,9 +173,8 @@ def set_attributes(
     _check(done, f"mount_setattr({path}, {attributes:#x})")
 
 
-def mount_shifted(source: str, target: str, user_namespace: int) -> None:
-    """Mount `source` on `target` read-only, with the files' owners mapped by that user namespace (a
-    file descriptor): an idmapped mount, Linux 5.12."""
+def mount_idmapped(source: str, target: str, user_namespace: int) -> None:
+    """Mount `source` read-only, with owners mapped by `user_namespace` (a file descriptor)."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC
     tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, source.encode(), flags)
     _check(tree, f"open_tree({source})")
@@ -214,20 +215,19 @@ def event_queue() -> int:
 
 
 def watch_folder(queue: int, path: str) -> int:
-    """Queue changes of content and attributes of the files in the folder `path`. Return the number
-    by which `events` names the folder; it is always the same for one folder."""
+    """Have `queue` report changes of content and attributes of the files in the folder `path`.
+    Return the folder's number in `events`, which stays the same if the folder is watched again."""
     mask = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR
     return _check(LIBC.inotify_add_watch(queue, os.fsencode(path), mask), f"watch {path!r}")
 
 
 def unwatch(queue: int, number: int) -> None:
-    """End a watch of `watch_folder`. It is no error if it has ended by itself."""
+    """End a watch of `watch_folder`, unless it has ended already."""
     LIBC.inotify_rm_watch(queue, number)
 
 
-def borrowed(pid: int, number: int) -> int:
-    """Return a duplicate of descriptor `number` of another process, which stays open when the
-    duplicate is closed."""
+def duplicate(pid: int, number: int) -> int:
+    """Return a duplicate of another process's descriptor `number`, to be closed separately."""
     process = os.pidfd_open(pid)
     try:
         return _check(LIBC.syscall(PIDFD_GETFD, process, number, 0), "pidfd_getfd")
@@ -251,9 +251,9 @@ def events(queue: int) -> list[Event]:
             at += 16 + length
 
 
-def share(proc: str) -> None:
+def limit_watches(proc: str) -> None:
     """Limit this user namespace to 1 / `SHARE` of the host user's limits of inotify and fanotify
-    (`SHARED`). `proc`: where a proc file system is mounted."""
+    (`SHARED`). `proc`: mount point of a proc file system."""
     for bound, machine in SHARED:
         with (
             contextlib.suppress(OSError, ValueError),  # a kernel without this limit
@@ -263,7 +263,7 @@ def share(proc: str) -> None:
             mine.write(str(max(1, int(file.read()) // SHARE)))
 
 
-def raise_loopback() -> None:
+def bring_up_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)
         request = fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)
@@ -272,9 +272,8 @@ def raise_loopback() -> None:
 
 
 def confine(filter_calls: bool) -> None:
-    """Drop all capabilities but `KEPT_CAPABILITIES` for good, in this process and its children. No
-    program that they execute gains any. `filter_calls` also refuses the system calls in
-    `REFUSED`."""
+    """Drop all capabilities but `KEPT_CAPABILITIES` for good, in this process and its children.
+    Programs that they execute can't gain any. `filter_calls`: also load the filter (`_filter`)."""
     for capability in range(CAP_LAST):
         if capability not in KEPT_CAPABILITIES and LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
             break  # no further capability in this kernel
@@ -292,7 +291,7 @@ def confine(filter_calls: bool) -> None:
 
 
 def filter_program() -> bytes:
-    """Return the filter that `confine` loads, `sock_filter`s (linux/filter.h) of 8 bytes each."""
+    """Return the filter that `confine` loads, as `sock_filter`s of 8 bytes (linux/filter.h)."""
     with _filter() as context, tempfile.TemporaryFile() as file:
         done = SECCOMP.seccomp_export_bpf(context, file.fileno())
         if done < 0:
@@ -302,6 +301,8 @@ def filter_program() -> bytes:
 
 
 class _Compare(ctypes.Structure):
+    """A condition on one argument of a system call (libseccomp's `scmp_arg_cmp`)."""
+
     _fields_ = [
         ("arg", ctypes.c_uint),
         ("op", ctypes.c_int),

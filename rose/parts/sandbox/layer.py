@@ -1,14 +1,15 @@
 """Record a sandbox's changed files as a listing and contents, and fill a new layer with them.
 
-`record` walks the overlay's upper layer, and /dev/shm, which lies on no overlay. `fill` fills an
-empty layer. Both run in the sandbox's user namespace, where owners are those that the agent sees
-and where root may read each file. Entries of a listing, a folder before its contents:
+`record` walks the overlay's upper layer and /dev/shm, which is not part of the overlay. `fill`
+fills an empty layer. Both run in the sandbox's user namespace: owners are those that the agent
+sees, and root may read each file. A listing has one entry per file, and a folder comes before its
+contents:
 
-    path        from the root, "." for the root; bytes beyond UTF-8 as os.fsdecode has them
-    kind        file, dir, link, whiteout (removed from the lower layer), fifo or socket
+    path        from the root, "." for the root; bytes beyond UTF-8 as os.fsdecode returns them
+    kind        file, dir, link, whiteout (a removed file of the lower layer), fifo or socket
     mode, uid, gid, size, mtime_ns, ctime_ns, ino, xattrs (values as latin-1), target (of a link)
     same        path of an earlier entry that is the same file (a hard link)
-    data        "data/N", or null for a file whose content is that in the listing `since`
+    data        "data/N"; null for a file that has not changed since the listing `since`
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import time
 from typing import Any
 
 SHARED = "dev/shm"
-# A write within one tick of the kernel's clock after a file was read leaves its times as they were.
-# So a younger ctime is recorded as 0, which counts as changed. This is twice the longest tick,
-# 10 ms (CONFIG_HZ=100).
+# File times have the resolution of the kernel's clock tick. So a write soon after the capture may
+# not change them. A ctime younger than `TICK_NS` is recorded as 0, which the next capture takes as
+# changed. The value is twice the longest tick, 10 ms (CONFIG_HZ=100).
 TICK_NS = 20_000_000
 KINDS = {
     stat.S_IFREG: "file",
@@ -33,7 +34,7 @@ KINDS = {
     stat.S_IFLNK: "link",
     stat.S_IFIFO: "fifo",
     stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "whiteout",  # device 0:0 of an overlay; a sandbox can make no other device
+    stat.S_IFCHR: "whiteout",  # device 0:0 of an overlay, the only device in a sandbox
 }
 MODES = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "whiteout": stat.S_IFCHR}
 KEYS = {"path", "kind", "mode", "uid", "gid", "mtime_ns", "xattrs"}
@@ -54,22 +55,23 @@ class Recorder:
         self._copied = 0
 
     def record(self, root: int, prefix: str) -> None:
-        """Record `root` (a file descriptor) as `prefix`. It becomes the working directory."""
+        """Record `root` (a file descriptor) as `prefix`, and make it the working directory."""
         os.fchdir(root)
-        self._entry(prefix, ".")
-        self._folder(prefix, ".")
+        self._record_entry(prefix, ".")
+        self._record_contents(prefix, ".")
 
-    def _folder(self, prefix: str, at: str) -> None:
+    def _record_contents(self, prefix: str, at: str) -> None:
         waiting = [at]
         while waiting:
             folder = waiting.pop()
             for name in sorted(os.listdir(folder)):
                 path = name if folder == "." else f"{folder}/{name}"
                 shown = path if prefix == "." else f"{prefix}/{path}"
-                if self._entry(shown, path) == "dir":
+                if self._record_entry(shown, path) == "dir":
                     waiting.append(path)
 
-    def _entry(self, shown: str, path: str) -> str:
+    def _record_entry(self, shown: str, path: str) -> str:
+        """Record `path` as `shown`, copy its content if necessary, and return its kind."""
         found = os.lstat(path)
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "")
         if not kind:
@@ -147,7 +149,7 @@ def copy(source: int, target: int) -> int:
 
 class Filler:
     """Fills layers from a listing and the folder `data` with contents (file descriptors). Raises
-    ValueError for a listing that `record` can't have made, and OSError."""
+    OSError, and ValueError for a listing that `record` can't have written."""
 
     def __init__(self, listing: int, data: int) -> None:
         self.data = data
@@ -165,35 +167,35 @@ class Filler:
             self.entries[SHARED if inside else "."].append(entry)
 
     def fill(self, root: str, prefix: str) -> None:
-        """Fill the empty folder `root`, which is the working directory meanwhile."""
+        """Fill the empty folder `root` with the entries below `prefix`."""
         back = os.open(".", os.O_RDONLY)
         os.chdir(root)
         try:
             made = {".": "dir"}
-            entries = [(self._inside(e["path"], prefix), e) for e in self.entries[prefix]]
+            entries = [(self._relative(e["path"], prefix), e) for e in self.entries[prefix]]
             for path, entry in entries:
-                self._make(path, entry, made, prefix)
-            for path, entry in reversed(entries):  # last, as each change sets a folder's time
+                self._create(path, entry, made, prefix)
+            for path, entry in reversed(entries):  # last, because new entries change folders' times
                 os.utime(path, ns=(entry["mtime_ns"],) * 2, follow_symlinks=False)
         finally:
             os.fchdir(back)
             os.close(back)
 
     @staticmethod
-    def _inside(path: Any, prefix: str) -> str:
+    def _relative(path: Any, prefix: str) -> str:
         if path == prefix:
             return "."
         return str(path) if prefix == "." else str(path).removeprefix(f"{prefix}/")
 
-    def _make(self, path: str, entry: Entry, made: dict[str, str], prefix: str) -> None:
-        """Create an entry, only below folders that were created here: no link leads elsewhere."""
+    def _create(self, path: str, entry: Entry, made: dict[str, str], prefix: str) -> None:
+        """Create an entry. Its folder was created here, too, so that no link leads elsewhere."""
         kind, name = entry["kind"], os.path.basename(path)
         if path != "." and (made.get(os.path.dirname(path) or ".") != "dir" or path in made):
             raise ValueError(f"{path!r}: not below a folder of the listing, or twice in it")
         if name in ("", "..") or kind not in KINDS.values() or (path == "." and kind != "dir"):
             raise ValueError(f"{path!r} is no {kind!r}")
         if "same" in entry:
-            first = self._inside(entry["same"], prefix)
+            first = self._relative(entry["same"], prefix)
             if made.get(first) != kind:
                 raise ValueError(f"{path!r}: the same as {first!r}, which is no {kind} before it")
             os.link(first, path, follow_symlinks=False)
@@ -205,7 +207,7 @@ class Filler:
         elif kind == "link":
             os.symlink(entry["target"], path)
         elif kind == "file":
-            self._file(path, entry)
+            self._create_file(path, entry)
         else:
             os.mknod(path, MODES[kind] | 0o600)
         made[path] = kind
@@ -215,12 +217,12 @@ class Filler:
         for key, value in entry["xattrs"].items():
             os.setxattr(path, key, value.encode("latin-1"))
 
-    def _file(self, path: str, entry: Entry) -> None:
+    def _create_file(self, path: str, entry: Entry) -> None:
         found = DATA.fullmatch(str(entry.get("data")))
         if found is None:
             raise ValueError(
-                f"the content of {path!r} is not in this capture, which was made since an earlier "
-                "one; the store puts them together"
+                f"the content of {path!r} is not in this capture but in an earlier one; "
+                "`Store.load` combines them"
             )
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -238,7 +240,7 @@ class Filler:
 
 
 def mapped() -> frozenset[int]:
-    """Return inodes of files that processes may write through memory, which changes no times."""
+    """Return inodes of files that processes have mapped for writing, which changes no times."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""The folders of environment hosts on a node's disk, and the takeover of those of dead hosts.
+"""The folders of environment hosts on a node's disk, and the takeover of dead hosts' folders.
 
     HOME/host-*/lock      held by the host as long as it lives
     HOME/host-*/shared    the path of its run's shared store
@@ -23,7 +23,7 @@ from rose.parts.sandbox.store import Store
 
 SHARED = "shared"
 PREFIX = "host-"
-OLD_S = 86_400.0  # seconds after which a dead host's folder of another run is removed
+OLD_S = 86_400.0  # seconds until a dead host's folder of another run is removed
 
 
 def new_folder(home: Path) -> tuple[Path, IO]:
@@ -35,26 +35,25 @@ def new_folder(home: Path) -> tuple[Path, IO]:
 
 
 def take_over(home: Path, shared: Path, say: Callable[[str], None]) -> None:
-    """Remove the folders of hosts that have ended. If they belong to the run whose store is
-    `shared`, first store there what they had packed. Folders of other runs are removed when they
-    are old. Raises OSError."""
+    """Remove the folders of hosts that have ended. If a folder belongs to the run whose store is
+    `shared`, first copy its packed turns there. Folders of other runs are removed only if they have
+    not changed for `OLD_S`. Raises OSError."""
     for folder in home.glob(f"{PREFIX}*"):
+        # An error means that the host lives, or is just ending.
         with (
-            contextlib.suppress(
-                BlockingIOError, FileNotFoundError
-            ),  # The host lives, or is ending.
+            contextlib.suppress(BlockingIOError, FileNotFoundError),
             (folder / "lock").open("a", encoding="utf-8") as file,
         ):
             lock_now(file)
             marker = folder / SHARED
             if marker.is_file() and marker.read_text(encoding="utf-8") == str(shared):
-                _rescue(Store(folder / "store"), Store(shared), say)
-            elif time.time() - _used(folder) < OLD_S:
+                _copy_turns(Store(folder / "store"), Store(shared), say)
+            elif time.time() - _last_used(folder) < OLD_S:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rescue(store: Store, to: Store, say: Callable[[str], None]) -> None:
+def _copy_turns(store: Store, to: Store, say: Callable[[str], None]) -> None:
     for name in store.names():
         for turn in store.turns(name):
             try:
@@ -63,7 +62,7 @@ def _rescue(store: Store, to: Store, say: Callable[[str], None]) -> None:
                 say(f"turn {turn} of sandbox {name}, of a host that died: {error}")
 
 
-def _used(folder: Path) -> float:
+def _last_used(folder: Path) -> float:
     """Return when the host last changed something in its folder, in seconds since 1970."""
     found = [folder, folder / "raw", folder / "store/packs", folder / "store/turns"]
     return max(path.stat().st_mtime for path in found if path.exists())

@@ -1,4 +1,4 @@
-"""The host's side of the backend `namespaces`: the keeper process and its sandboxes."""
+"""The host's side of the backend `namespaces`: the keeper process (keeper.py) and its sandboxes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NAME = "namespaces"
 START_S = 30.0  # seconds for the keeper or a sandbox to start on a busy machine
 CHECK_FLOOD_BYTES = 16 << 20  # most output of a check before it is stopped
 ANSWER_BYTES = 64 << 20  # most bytes of a result
-MOST_FILES = 65_536  # open files of this process: four a sandbox, and more than init.MOST_FILES
-# Errors about a file, its path or its disk. Any other is the sandbox's own, and not the agent's.
+MOST_FILES = 65_536  # open files of this process: four per sandbox, above init.MOST_FILES
+# Errors about a file, its path or its disk. All other errors are failures of the sandbox.
 OF_FILES = {
     errno.EACCES, errno.EBUSY, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR,
     errno.ELOOP, errno.ENAMETOOLONG, errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR,
     errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.EROFS, errno.ETXTBSY,
 }  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
-BEGIN_AT_ONCE = 8  # sandboxes of a host; the keeper's socket holds a hundred orders
+BEGIN_AT_ONCE = 8  # starts of sandboxes; the keeper's socket holds a hundred orders
 ORDER_S = 30.0  # seconds for an answer of process 1, which takes milliseconds
-IDLE_S = 1.0  # seconds for an answer that only saves time
+IDLE_S = 1.0  # seconds for the answer to `idle`, which is optional
 KILLED_S = 10.0  # seconds that killed processes have to end
-KILLED_POLL_S = 0.05  # seconds between two attempts to begin a check meanwhile
+KILLED_POLL_S = 0.05  # seconds between two attempts to begin a check
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -83,7 +83,7 @@ class _Line:
         if not self.open:
             future.set_exception(SandboxError("the sandbox's first process has ended"))
             return future
-        send(self.end, message)  # raises first: an order that was not sent gets no answer
+        send(self.end, message)  # if this fails, no answer is expected
         self._waiting.append(future)
         return future
 
@@ -114,7 +114,7 @@ class Keeper:
 
     @classmethod
     def start(cls) -> Keeper:
-        """Start a keeper. Raises `SandboxError` with what this machine refuses."""
+        """Start a keeper. Raises `SandboxError` if this machine doesn't permit that."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # -S: a keeper needs no site packages, and starts twice as fast without them.
         argv = [sys.executable, "-S", "-m", "rose.parts.sandbox.keeper", str(theirs.fileno())]
@@ -154,8 +154,8 @@ class Keeper:
         return self.process.poll() is None
 
     async def begin(self, spec: Spec, saved: tuple[int, int] | None = None) -> Namespaces:
-        """Start a sandbox. With `saved`, file descriptors of a listing and its folder of contents
-        (layer.py), it has these files and no session. Raises `SandboxError`."""
+        """Start a sandbox. `saved`: file descriptors of a listing and its folder of contents
+        (layer.py); then the sandbox has these files and no session. Raises `SandboxError`."""
         order = asdict(spec) | {"variables": spec.variables()}
         async with self._beginning:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -167,7 +167,8 @@ class Keeper:
                 raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
             finally:
                 theirs.close()
-            try:  # The keeper makes one sandbox at a time.
+            # `START_S` includes earlier starts, because the keeper starts one sandbox at a time.
+            try:
                 await asyncio.wait_for(made.ready(), START_S)
                 if saved is None:
                     await made.restart(None)
@@ -202,7 +203,7 @@ class Namespaces:
         self.user = 0  # host user of the sandbox's root, 0 without root
         self.session = 0  # id of the session's bash in the sandbox
         self.commands = self.output = self.codes = -1
-        self._why = ""  # the error that ended process 1, in an error's text
+        self._why = ""  # text about the error that ended process 1
         self.line = _Line(control, self._event)
 
     def on_end(self, callback: Callable[[str], None]) -> None:
@@ -212,14 +213,15 @@ class Namespaces:
         await asyncio.shield(self._ready)
 
     def _event(self, message: dict[str, Any] | None) -> None:
+        """Handle a message that is not an answer, or None for the socket's end."""
         if message is None:
             self._gone.set()
-            self._fail(f"the sandbox ended while it was made{self._why}")
+            self._fail_start(f"the sandbox ended while it was made{self._why}")
             self._on_end(f"the sandbox's first process has ended{self._why}")
         elif "broken" in message:
             self._why = f" ({message['broken']})"
         elif "failed" in message:
-            self._fail(message["failed"])
+            self._fail_start(message["failed"])
         elif "ready" in message:
             self.commands, self.output, self.codes = message["fds"]
             if self.pid and not self._ready.done():
@@ -231,7 +233,7 @@ class Namespaces:
         elif "ended" in message:
             self._on_end("")
 
-    def _fail(self, words: str) -> None:
+    def _fail_start(self, words: str) -> None:
         if not self._ready.done():
             self._ready.set_exception(SandboxError(f"backend {NAME}: {words}"))
 
@@ -249,7 +251,7 @@ class Namespaces:
     async def restart(self, cwd: str | None) -> None:
         try:
             await self._order(do="end")
-            for fd in (self.commands, self.output, self.codes):  # no process is left that writes
+            for fd in (self.commands, self.output, self.codes):  # no longer written by any process
                 with contextlib.suppress(BlockingIOError):
                     while os.read(fd, 1 << 16):
                         pass
@@ -269,8 +271,7 @@ class Namespaces:
             return None
 
     async def idle(self) -> bool:
-        # A busy sandbox may answer late, and its session may have ended just now: neither is a
-        # failure of the sandbox.
+        # An answer that is late, or an ended session, is no failure of the sandbox.
         with contextlib.suppress(TimeoutError, OSError, SandboxError):
             answer, _ = await asyncio.wait_for(self.line.order({"do": "idle"}), IDLE_S)
             return answer.get("idle", False)
@@ -283,12 +284,11 @@ class Namespaces:
         await self._order(do="resume")
 
     async def _open(self, path: str, write: bool) -> int:
-        """Open a file. If the sandbox lacks a resource that the agent's processes may have used up,
-        kill them and try again. Raises OSError for errors of the file, and `SandboxError` for any
-        other error."""
+        """Open a file. If a resource is used up, kill the agent's processes and try again. Raises
+        OSError for errors of the file, and `SandboxError` for any other error."""
         for last in (False, True):
             try:
-                return (await self._order(do="open", path=_path(path), write=write))[1][0]
+                return (await self._order(do="open", path=_checked_path(path), write=write))[1][0]
             except OSError as error:
                 if error.errno in OF_FILES:
                     raise
@@ -310,16 +310,14 @@ class Namespaces:
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
-        if not all(
-            path.startswith(tuple(f"/{g}/" for g in GUARDED)) for path in (f"{at}/", *collect)
-        ):
+        guarded = tuple(f"/{name}/" for name in GUARDED)
+        if not all(path.startswith(guarded) for path in (f"{at}/", *collect)):
             raise SandboxError(f"a check's files lie below {GUARDED}, not {at!r} and {collect}")
         order = {"argv": argv, "at": at, "collect": collect, "limit": limit}
         answer, output = await self._check(order, files, wait_s)
         until = time.monotonic() + KILLED_S
         while answer.get("full") and time.monotonic() < until:
-            # The agent's processes have used up something that a check needs. Kill them, and give
-            # the kernel a moment to end them.
+            # The agent has used up a resource. Kill its processes, and give the kernel some time.
             await self.stop_since(0)
             await asyncio.sleep(KILLED_POLL_S)
             answer, output = await self._check(order, files, wait_s)
@@ -361,11 +359,11 @@ class Namespaces:
             await asyncio.wait({done, shown})  # closed pipes end the check
         if done.cancelled():
             return {"code": None, "files": {}}, bytes(output)
-        return json.loads(said or b'{"failed": "what ran the check was ended"}'), bytes(output)
+        return json.loads(said or b'{"failed": "the checker process was killed"}'), bytes(output)
 
     def _send_beside(self, do: str, order: dict[str, Any], *fds: int) -> int:
-        """Have a child of the keeper run `do` in this sandbox. Return the pipe on which its answer
-        arrives as JSON. Raises `SandboxError`."""
+        """Have a child of the keeper carry out the order `do` in this sandbox. Return the pipe on
+        which its answer arrives as JSON. Raises `SandboxError`."""
         result, end = os.pipe()
         try:
             send(self.keeper.end, order | {"do": do, "sandbox": self.pid}, (*fds, end))
@@ -377,17 +375,14 @@ class Namespaces:
         return result
 
     async def beside(self, do: str, order: dict[str, Any], *fds: int, wait_s: float) -> Any:
-        """Have a child of the keeper carry out the order `do` in this sandbox, and return its
-        answer. Raises `SandboxError`."""
+        """Carry out an order in this sandbox, and return the answer. Raises `SandboxError`."""
         result, output = self._send_beside(do, order, *fds), bytearray()
         try:
             async with asyncio.timeout(wait_s):
                 await _until_end(result, output, ANSWER_BYTES, ANSWER_BYTES)
         except TimeoutError:
             raise SandboxError(f"backend {NAME}: no {do} within {wait_s:g} s") from None
-        answer = json.loads(
-            output or b'{"failed": "the process that carried out the order was ended"}'
-        )
+        answer = json.loads(output or b'{"failed": "the process of the order was killed"}')
         if "failed" in answer:
             raise SandboxError(f"backend {NAME}: {answer['failed']}")
         return answer
@@ -422,15 +417,15 @@ class Namespaces:
         self.commands = self.output = self.codes = -1
 
 
-def _path(path: str) -> str:
+def _checked_path(path: str) -> str:
     if len(path.encode(errors="replace")) >= PATH_BYTES:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     return path
 
 
 async def _until_end(fd: int, into: bytearray, keep: int, most: int) -> bool:
-    """Read a pipe to its end and close it. The first `keep` bytes go `into`. After more than `most`
-    bytes, stop and return False."""
+    """Read a pipe to its end and close it. Append the first `keep` bytes to `into`. After more than
+    `most` bytes, stop and return False."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     count = 0
 

@@ -1,10 +1,10 @@
-"""The process that stores an environment host's checkpoints. It hashes and compresses, so that the
-host's event loop isn't blocked.
+"""The process that hashes, compresses and stores an environment host's checkpoints, so that this
+work doesn't block the host's event loop.
 
     python -m rose.parts.sandbox.packer LOCAL SHARED BYTES_PER_S THREADS       `engine` starts it
 
-Orders are JSON lines on standard input. Answers go to standard output in the order of completion,
-with the order's number. It ends with its host. BYTES_PER_S bounds writes to SHARED (0: no bound).
+Orders are JSON lines on standard input. When an order is done, its answer goes to standard output,
+with its number. The process ends with its host. BYTES_PER_S bounds writes to SHARED (0: no bound).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rose.parts.sandbox.store import Store
 
 START_S = 60.0  # seconds for a packer to start
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-NICE = 10  # niceness, as engines and agents share the machine
+NICE = 10  # niceness, because engines and agents share the machine
 
 
 class Pace:
-    """A bound on bytes per second for several threads together."""
+    """Bounds the bytes per second that all threads write together."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -48,12 +48,15 @@ class Pace:
 
 
 class Packer:
+    """Carries out orders on the stores in the folders `local` and `shared`."""
+
     def __init__(self, local: Path, shared: Path, bytes_per_s: float) -> None:
         self.shared = Store(shared, sync=True)
         self.local = Store(local, behind=self.shared)
         self.pace = Pace(bytes_per_s)
 
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carry out an order and return its answer. Raises OSError and `StoreDamaged`."""
         name = order["name"]
         match order["do"]:
             case "save":
@@ -84,7 +87,7 @@ class PackerProcess:
         self._process = process
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
-        self.ended = ""  # exit code in words, "" while it runs
+        self.ended = ""  # text with the exit code, "" while it runs
         self.killed = False  # True after its host killed it
         self._reading: asyncio.Task | None = None
 
@@ -92,7 +95,7 @@ class PackerProcess:
     async def start(
         cls, local: Path, shared: Path, bytes_per_s: float, threads: int
     ) -> PackerProcess:
-        """Start a packer. Raises OSError with what it found wrong."""
+        """Start a packer. Raises OSError with the packer's error."""
         argv = ["-m", "rose.parts.sandbox.packer", str(local), str(shared)]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -114,10 +117,10 @@ class PackerProcess:
             made.kill()
             await process.wait()
             raise OSError(errno.ECHILD, f"their packer: {found['error']}")
-        made._reading = asyncio.ensure_future(made._read())
+        made._reading = asyncio.ensure_future(made._read_answers())
         return made
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         while line := await self._process.stdout.readline():
             answer = json.loads(line)
             future = self._asked.pop(answer["number"], None)
@@ -130,7 +133,7 @@ class PackerProcess:
         self._asked.clear()
 
     async def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to `order`. Raises `ConnectionError` if the packer ends before."""
+        """Return the answer to `order`. Raises `ConnectionError` if the packer ends first."""
         if self.ended:
             raise ConnectionResetError(self.ended)
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()

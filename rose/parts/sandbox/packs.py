@@ -1,14 +1,14 @@
-"""Pack files: pieces of checkpoints' files, each stored once, compressed in blocks.
+"""Pack files: chunks of checkpoints' files, each stored once, compressed in blocks.
 
     8 bytes   magic
-    blocks    zstd frames, each of some chunks
+    blocks    zstd frames, each of several chunks
     index     per block: offset, bytes, chunks, hash; per chunk: hash, bytes
     12 bytes  offset and length of the index
 
 A pack's name is its index's hash, and the index has the blocks' hashes. So a reader detects any
-damaged byte that it needs. Hashes are SHA-256 cut to 128 bits, which is faster than BLAKE2b with
-the CPU's SHA instructions. A pack never changes. Each capture writes one pack, because parallel
-file systems handle few large files better than many small ones.
+damaged byte that it needs. Hashes are SHA-256, cut to 128 bits. With the CPU's SHA instructions it
+is faster than BLAKE2b. A pack never changes. Each capture writes one pack, because parallel file
+systems handle few large files better than many small ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 MAGIC = b"ROSEPK1\n"
 HASH_BYTES = 16
-BLOCK_BYTES = 1 << 18  # uncompressed size; to read one page, a whole block is decompressed
+BLOCK_BYTES = 1 << 18  # uncompressed size of a block, the least that can be decompressed
 LEVEL = 3  # zstd's default
 END = struct.Struct("<QI")
 COUNTS = struct.Struct("<II")
@@ -44,8 +44,8 @@ def digest(data: bytes) -> bytes:
 
 
 class PackWriter:
-    """Writes `path` and holds a lock on it, so that others see whether the writer is alive. Every
-    method raises OSError when the disk is full."""
+    """Writes a pack at `path` and holds a lock on it, so that other processes see whether the
+    writer is alive. Every method raises OSError when the disk is full."""
 
     def __init__(self, path: Path) -> None:
         import zstandard
@@ -66,10 +66,10 @@ class PackWriter:
         self._buffer.append(data)
         self._buffered += len(data)
         if self._buffered >= BLOCK_BYTES:
-            self._flush()
+            self._write_block()
         return len(self._chunks) - 1
 
-    def _flush(self) -> None:
+    def _write_block(self) -> None:
         if not self._buffer:
             return
         frame = self._compress(b"".join(self._buffer))
@@ -79,7 +79,8 @@ class PackWriter:
         self._buffer, self._buffered = [], 0
 
     def copy(self, source: BinaryIO, step: int, pace: Callable[[int], None], sync: bool) -> int:
-        """Write the content of `source` instead, and return the bytes written."""
+        """Write a copy of the pack `source`, in steps of `step` bytes, instead of added chunks.
+        Call `pace(n)` before `n` bytes are written. Return the bytes written."""
         self._file.seek(0)
         self._file.truncate()
         written = 0
@@ -92,8 +93,8 @@ class PackWriter:
         return written
 
     def finish(self, sync: bool) -> tuple[str, int]:
-        """Write the index. Return (name, bytes written); with `sync` they are on the disk."""
-        self._flush()
+        """Write the index. Return the pack's name and size. `sync`: wait for the disk."""
+        self._write_block()
         counts = COUNTS.pack(len(self._blocks), len(self._chunks))
         index = b"".join((counts, *self._blocks, *self._chunks))
         self._file.write(index + END.pack(self._offset, len(index)))
@@ -128,12 +129,12 @@ class Pack:
 
     def _read_index(self, name: str) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        if size < len(MAGIC) + END.size or self._at(0, len(MAGIC)) != MAGIC:
+        if size < len(MAGIC) + END.size or self._read_at(0, len(MAGIC)) != MAGIC:
             raise StoreDamaged(f"{self.path}: no pack, or cut short")
-        offset, length = END.unpack(self._at(size - END.size, END.size))
+        offset, length = END.unpack(self._read_at(size - END.size, END.size))
         if offset + length + END.size != size:
             raise StoreDamaged(f"{self.path}: its end is damaged")
-        index = self._at(offset, length)
+        index = self._read_at(offset, length)
         if digest(index).hex() != name:
             raise StoreDamaged(f"{self.path}: its index is damaged")
         blocks, chunks = COUNTS.unpack_from(index)
@@ -144,7 +145,7 @@ class Pack:
         self._ends = list(accumulate((size for _, size in found), initial=0))
         self._firsts = list(accumulate((block[2] for block in self._blocks), initial=0))
 
-    def _at(self, offset: int, length: int) -> bytes:
+    def _read_at(self, offset: int, length: int) -> bytes:
         try:
             return os.pread(self._file.fileno(), length, offset)
         except OSError as error:
@@ -152,12 +153,12 @@ class Pack:
                 return b""
             raise StoreDamaged(f"{self.path}: {error.strerror}") from None
 
-    def _block(self, number: int) -> bytes:
+    def _read_block(self, number: int) -> bytes:
         if self._last[0] != number:
             import zstandard
 
             offset, length, _, hashed = self._blocks[number]
-            frame = self._at(offset, length)
+            frame = self._read_at(offset, length)
             if digest(frame) != hashed:
                 end = offset + length
                 raise StoreDamaged(f"{self.path}: damaged between bytes {offset} and {end}")
@@ -165,12 +166,12 @@ class Pack:
         return self._last[1]
 
     def read(self, first: int, count: int) -> Iterator[tuple[int, bytes]]:
-        """Yield `count` chunks from number `first` on, as (number of chunks, their bytes)."""
+        """Yield `count` chunks from number `first` on, in parts: (number of chunks, data)."""
         if first < 0 or first + count > len(self.hashes):
             raise StoreDamaged(f"{self.path}: has no chunks {first} to {first + count}")
         while count:
             number = bisect_right(self._firsts, first) - 1
-            block, begin = self._block(number), self._firsts[number]
+            block, begin = self._read_block(number), self._firsts[number]
             many = min(count, self._firsts[number + 1] - first)
             zero = self._ends[begin]
             yield many, block[self._ends[first] - zero : self._ends[first + many] - zero]

@@ -15,7 +15,7 @@ from rose.parts.sandbox.packs import Pack, PackWriter, StoreDamaged, digest
 
 PAGE_BYTES = 4096  # chunk size of memory images: a page
 CHUNK_BYTES = 1 << 16  # chunk size of other files
-INDEX_CHUNKS = 1 << 18  # most known chunks, about 60 MB; the oldest packs are forgotten
+INDEX_CHUNKS = 1 << 18  # most chunks in an `Index`, which then takes about 60 MB
 LISTING, ABOUT, IMAGE = "listing.json", "about.json", "image/"
 
 # Consecutive chunks of a pack: (its index in `packs`, first chunk, count); or (HOLE, 0, bytes)
@@ -26,9 +26,10 @@ ZEROS = bytes(PAGE_BYTES)
 
 @dataclass
 class Manifest:
-    """A stored turn. `files`: path in the capture's folder -> (bytes, extents). `raw`: bytes of the
-    capture without holes; `written`: bytes that it took in this store. `image_turn`: the turn in
-    which `image/` was captured. `life`: a number that grows with each sandbox of this name."""
+    """A stored turn. `parent`: name and turn of the capture with its unchanged files. `files`: path
+    in the capture's folder -> (bytes, extents). `raw`: bytes of the capture without holes;
+    `written`: bytes that it took in this store. `image_turn`: the turn in which `image/` was
+    captured. `life`: a number that grows with each sandbox of this name."""
 
     name: str
     turn: int
@@ -57,6 +58,7 @@ class Index:
         return self._places.get(hashed)
 
     def add(self, pack: str, hashes: list[bytes]) -> None:
+        """Add the chunks of a pack. Beyond `INDEX_CHUNKS`, drop the oldest packs."""
         with self._lock:
             self._packs[pack] = hashes
             for number, hashed in enumerate(hashes):
@@ -79,18 +81,18 @@ class Index:
                 del self._places[hashed]
 
 
-class Put:
-    """Adds files to one manifest and its pack."""
+class ManifestWriter:
+    """Adds files to the manifest `made`, and their new chunks to a new pack."""
 
     def __init__(self, made: Manifest, index: Index, writer: PackWriter) -> None:
         self.made, self.index, self.writer = made, index, writer
         self.name = ""  # name of the new pack, "" until it is finished
         self.hashes: list[bytes] = []
-        self._new: dict[bytes, int] = {}
-        self._places: dict[str, int] = {"": 0}  # pack -> index; "": the new one
+        self._new: dict[bytes, int] = {}  # hash -> number of the chunk in the new pack
+        self._places: dict[str, int] = {"": 0}  # pack ("": the new one) -> its index
 
-    def file(self, where: str, pieces: Iterable[bytes | int]) -> None:
-        """Add a file, whose content is that of `pieces` (see `read_pieces`)."""
+    def add_file(self, where: str, pieces: Iterable[bytes | int]) -> None:
+        """Add the file `where` with the content `pieces` (see `read_pieces`)."""
         size, extents = 0, []
         for data in pieces:
             if isinstance(data, int):
@@ -104,27 +106,28 @@ class Put:
             if number < 0:
                 number = self._new[hashed] = self.writer.add(hashed, data)
                 self.hashes.append(hashed)
-            self._extend(extents, self._place(pack), number, 1)
+            self._extend(extents, self._index_of(pack), number, 1)
         self.made.files[where] = (size, extents)
 
-    def known(self, where: str, old: str, before: Manifest) -> None:
-        """Add a file that `before` has as `old`."""
+    def add_known(self, where: str, old: str, before: Manifest) -> None:
+        """Add the file `where` with the content that `old` has in the manifest `before`."""
         size, extents = before.files[old]
-        places = {i: self._place(pack) for i, pack in enumerate(before.packs)} | {HOLE: HOLE}
+        places = {i: self._index_of(pack) for i, pack in enumerate(before.packs)} | {HOLE: HOLE}
         self.made.files[where] = (size, [(places[pack], first, n) for pack, first, n in extents])
 
-    def _place(self, pack: str) -> int:
+    def _index_of(self, pack: str) -> int:
         return self._places.setdefault(pack, len(self._places))
 
     @staticmethod
     def _extend(extents: list[Extent], pack: int, number: int, count: int) -> None:
+        """Add chunks to `extents`, if possible by extending the last extent."""
         if extents and extents[-1][0] == pack and sum(extents[-1][1:]) == number:
             extents[-1] = (pack, extents[-1][1], extents[-1][2] + count)
         else:
             extents.append((pack, number, count))
 
-    def finish(self, sync: bool) -> Put:
-        """Finish the pack, and name in the manifest the packs that its files use."""
+    def finish(self, sync: bool) -> ManifestWriter:
+        """Finish the pack, and list in the manifest which packs its files use."""
         if self.hashes:
             self.name, self.made.written = self.writer.finish(sync)
         used = sorted({e[0] for _, extents in self.made.files.values() for e in extents} - {HOLE})
@@ -138,8 +141,8 @@ class Put:
 
 
 class Reading:
-    """Context that opens packs while a turn is read. Each is read from the first of the folders
-    `places` where it is whole."""
+    """Context that opens packs while a turn is read. Each pack is read from the first folder of
+    `places` in which it is undamaged."""
 
     def __init__(self, places: list[Path]) -> None:
         self._places = places
@@ -153,8 +156,7 @@ class Reading:
             pack.close()
 
     def pieces(self, made: Manifest, extents: list[Extent]) -> Iterator[bytes | int]:
-        """Yield the content of the extents: data, or the number of a hole's bytes. Raises
-        `StoreDamaged`."""
+        """Yield the content of the extents: data, and sizes of holes. Raises `StoreDamaged`."""
         for number, first, count in extents:
             if number == HOLE:
                 yield count
@@ -177,12 +179,12 @@ class Reading:
 
 
 def step(where: str) -> int:
+    """Return the chunk size for the file `where` of a capture."""
     return PAGE_BYTES if where.startswith(IMAGE) else CHUNK_BYTES
 
 
 def read_pieces(file: BinaryIO, step: int) -> Iterator[bytes | int]:
-    """Yield the content of `file` in steps of `step` bytes, or the number of a hole's bytes. Raises
-    OSError."""
+    """Yield a file's content: data in steps of `step` bytes, and sizes of holes. Raises OSError."""
     fd, at = file.fileno(), 0
     size = os.fstat(fd).st_size
     while at < size:
@@ -205,7 +207,7 @@ def read_pieces(file: BinaryIO, step: int) -> Iterator[bytes | int]:
 
 
 def write_piece(file: BinaryIO, piece: bytes | int) -> None:
-    """Write at the position of a new `file`. Pages of zeros become holes."""
+    """Write data or a hole at the position of a new `file`. Pages of zeros become holes, too."""
     if isinstance(piece, int):
         file.seek(piece, os.SEEK_CUR)
         return

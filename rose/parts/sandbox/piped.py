@@ -1,8 +1,8 @@
-"""Sandboxes that another program runs (gvisor.py): a session on three pipes, and a
-program beside it for each file access and each check.
+"""Sandboxes that another program runs (gvisor.py): a session on three pipes, and one more process
+for each file access and each check.
 
-They are weaker than `namespaces` in two ways. A command that misses its deadline takes its shell
-with it. A check runs where the agent's processes could see it, so these are killed first.
+They are weaker than `namespaces` in two ways. If a command misses its deadline, the session has to
+be restarted. A check is visible to the agent's processes, so these are killed before it runs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rose.parts.sandbox.backend import Fresh, SandboxError, Spec
 
 START_S = 60.0  # seconds for a session to start, or for a capture
 FILE_S = 30.0  # seconds to read or write a file
-END_S = 10.0  # seconds for a command of `Program.end`
-BEGUN = "rose: the check begins"
+END_S = 10.0  # seconds for a command of `Program.end_commands`
+BEGUN = "rose: the check begins"  # mark on standard error before a check's program
 FIRST_BYTES = 64 << 10  # most bytes that a program prints before its shell's first answer
 
 
 class Program(Protocol):
-    """The commands that run one sandbox, whose files are in `folder`."""
+    """The commands that run one sandbox. `folder` is for the program's own files."""
 
     NAME: str
     PROGRAM: str
@@ -38,28 +38,29 @@ class Program(Protocol):
     captures: dict[str, str]  # value of `backend.Shell.captures`
 
     @staticmethod
-    def prepare(spec: Spec, folder: Path) -> None: ...
+    def prepare(spec: Spec, folder: Path) -> None:
+        """Write the program's files before the first command."""
 
     @staticmethod
-    def begin(spec: Spec, folder: Path) -> list[list[str]]:
-        """Return commands that run before the session, one after the other."""
+    def setup_commands(spec: Spec, folder: Path) -> list[list[str]]:
+        """Return commands that run one after the other before the session starts."""
 
     @staticmethod
-    def session(spec: Spec, folder: Path) -> list[str]: ...
+    def session_command(spec: Spec, folder: Path) -> list[str]: ...
 
     @staticmethod
-    def beside(spec: Spec, folder: Path, argv: list[str]) -> list[str]: ...
+    def exec_command(spec: Spec, folder: Path, argv: list[str]) -> list[str]: ...
 
     @staticmethod
-    def end(folder: Path) -> list[list[str]]: ...
+    def end_commands(folder: Path) -> list[list[str]]: ...
 
     @staticmethod
-    def checkpoint(folder: Path, images: Path) -> list[str]:
-        """Return the command for a capture. Only programs that capture have it, and `again`, which
-        starts a session from such images."""
+    def capture_command(folder: Path, images: Path) -> list[str]:
+        """Return the command that captures the sandbox in the folder `images`. A program that can't
+        capture has neither this nor `restore_command`."""
 
     @staticmethod
-    def again(folder: Path, images: Path) -> list[str]: ...
+    def restore_command(folder: Path, images: Path) -> list[str]: ...
 
 
 class Piped:
@@ -90,15 +91,15 @@ class Piped:
 
     async def _begin_session(self, images: Path | None = None) -> None:
         """Start the session, or restore it from `images`, and connect its three pipes."""
-        for argv in self.program.begin(self.spec, self.folder):
+        for argv in self.program.setup_commands(self.spec, self.folder):
             await self._expect(argv, f"{self.program.PROGRAM}: not begun within {START_S:g} s")
         ours = [os.pipe() for _ in range(3)]
         ends = (ours[0][0], ours[1][1], ours[2][1])
         host = os.getpid()
         if images is None:
-            argv = self.program.session(self.spec, self.folder)
+            argv = self.program.session_command(self.spec, self.folder)
         else:
-            argv = self.program.again(self.folder, images)
+            argv = self.program.restore_command(self.folder, images)
         self._process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=ends[0],
@@ -112,7 +113,7 @@ class Piped:
         self.commands, self.output, self.codes = ours[0][1], ours[1][0], ours[2][0]
         for fd in (self.commands, self.output, self.codes):
             os.set_blocking(fd, False)
-        with contextlib.suppress(BrokenPipeError):  # ended at once; its error is read below
+        with contextlib.suppress(BrokenPipeError):  # a failed start, whose error is read below
             os.write(self.commands, b":\0")
         words = bytearray()
         try:
@@ -128,7 +129,7 @@ class Piped:
         )
 
     async def _run(self, argv: list[str], data: bytes, wait_s: float) -> tuple[int, bytes, str]:
-        """Return exit code, standard output and standard error. Raises `TimeoutError`."""
+        """Run a command. Return its exit code, output and errors. Raises `TimeoutError`."""
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -140,32 +141,33 @@ class Piped:
             raise
         return process.returncode or 0, out, err.decode(errors="replace")
 
-    async def _inside(self, script: str, data: bytes, wait_s: float) -> tuple[int, bytes, str]:
-        argv = ["/bin/bash", "-c", script]
-        return await self._run(self.program.beside(self.spec, self.folder, argv), data, wait_s)
+    async def _run_inside(self, script: str, data: bytes, wait_s: float) -> tuple[int, bytes, str]:
+        bash = ["/bin/bash", "-c", script]
+        argv = self.program.exec_command(self.spec, self.folder, bash)
+        return await self._run(argv, data, wait_s)
 
     async def restart(self, cwd: str | None) -> None:
         await self._end_session()
         await self._begin_session()
 
     async def stop_since(self, ticks: int) -> bool:
-        return False  # no view from here of the start of a container's processes
+        return False  # start times of a container's processes are not visible here
 
     async def idle(self) -> bool:
-        return False  # no view from here of what the shell waits for
+        return False  # the shell's state is not visible here
 
     async def cwd(self) -> str | None:
         return None
 
     async def look(self) -> dict[str, Any]:
-        raise NotImplementedError(f"what changes in {self.program.NAME} is not seen from here")
+        raise NotImplementedError(f"changes in {self.program.NAME} are not visible from here")
 
     async def resume(self) -> None:
         pass
 
     async def read(self, path: str, limit: int) -> bytes:
         script = f"test -f {shlex.quote(path)} && head -c {limit} -- {shlex.quote(path)}"
-        data, words = await self._of_file(path, script, b"")
+        data, words = await self._run_for_file(path, script, b"")
         if words:
             raise OSError(5, words)
         return data
@@ -173,15 +175,15 @@ class Piped:
     async def write(self, path: str, data: bytes) -> None:
         quoted = shlex.quote(path)
         script = f'mkdir -p "$(dirname -- {quoted})" && cat > {quoted}'
-        _, words = await self._of_file(path, script, data)
+        _, words = await self._run_for_file(path, script, data)
         if words:
             raise OSError(5, words)
 
-    async def _of_file(self, path: str, script: str, data: bytes) -> tuple[bytes, str]:
-        """Return what a script about a file printed, and why it was refused. Raises `SandboxError`
-        where the script did not run to its end: that says nothing about the file."""
+    async def _run_for_file(self, path: str, script: str, data: bytes) -> tuple[bytes, str]:
+        """Run a script that reads or writes the file `path`. Return its output and its error, "" if
+        it succeeded. Raises `SandboxError` if the script did not run to its end."""
         try:
-            code, out, words = await self._inside(script, data, FILE_S)
+            code, out, words = await self._run_inside(script, data, FILE_S)
         except TimeoutError:
             code, out, words = -1, b"", f"not done within {FILE_S:g} s"
         if code not in (0, 1):
@@ -195,14 +197,14 @@ class Piped:
         folders = " ".join(shlex.quote(os.path.dirname(path)) for path in collect)
         script = (
             f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
-            f"done 2>/dev/null; {_remove_settings(self.spec.image)}; "
+            f"done 2>/dev/null; {_settings_removal(self.spec.image)}; "
             f"rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
             f"{folders} && tar x -C {shlex.quote(at)} && cd {shlex.quote(self.spec.workdir)} && "
             f"echo {BEGUN} >&2 && HOME=$(mktemp -d) PYTHONNOUSERSITE=1 exec {shlex.join(argv)} "
             "</dev/null 2>&1"
         )
         try:
-            code, out, words = await self._inside(script, files, wait_s)
+            code, out, words = await self._run_inside(script, files, wait_s)
         except TimeoutError:
             return Fresh(None, "", {})
         if not words.endswith(f"{BEGUN}\n"):
@@ -218,11 +220,11 @@ class Piped:
 
     async def capture(self, images: Path) -> None:
         """Capture files and processes at one moment. Raises `SandboxError`."""
-        argv = self.program.checkpoint(self.folder, images)
+        argv = self.program.capture_command(self.folder, images)
         await self._expect(argv, f"{self.program.PROGRAM}: no capture within {START_S:g} s")
 
     async def _expect(self, argv: list[str], late: str) -> None:
-        """Run a command that must succeed. Raises `SandboxError`, with `late` if it is late."""
+        """Run a command that must succeed. Raises `SandboxError`; `late`: its text at a timeout."""
         try:
             code, _, words = await self._run(argv, b"", START_S)
         except TimeoutError:
@@ -235,13 +237,13 @@ class Piped:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        for argv in self.program.end(self.folder):
+        for argv in self.program.end_commands(self.folder):
             with contextlib.suppress(TimeoutError, FileNotFoundError):
                 await self._run(argv, b"", END_S)
         loop = asyncio.get_running_loop()
         for fd in (self.commands, self.output, self.codes):
             if fd >= 0:
-                # A command's reader would shadow that of the next session with this number.
+                # The next session's pipes may get these numbers, so no reader may be left.
                 loop.remove_reader(fd)
                 loop.remove_writer(fd)
                 os.close(fd)
@@ -270,9 +272,9 @@ async def _until_nul(fd: int, words: bytearray) -> None:
         loop.remove_reader(fd)
 
 
-def _remove_settings(image: str | None) -> str:
-    """Return the command that removes an agent's `check.SETTINGS` from `/`, but not the image's own
-    files and folders. If the image is one file, its names are unknown here, so folders stay."""
+def _settings_removal(image: str | None) -> str:
+    """Return the command that removes entries of `/` that match `check.SETTINGS`, except those of
+    the image. If the image is one file, its entries are unknown here, so all folders stay."""
     whole = image is None or os.path.isdir(image)
     names = os.listdir(image) if image is not None and whole else []
     kept = "|".join(["''", *(shlex.quote(name) for name in names if check.is_setting(name))])

@@ -1,4 +1,4 @@
-"""Find which backends work here, by starting a sandbox of each."""
+"""Find which backends work here, by starting a sandbox with each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _keepers: dict[int, Keeper] = {}  # process id -> keeper, as a forked process ne
 
 @dataclass(frozen=True)
 class Found:
-    """A backend on this machine. `problem`: why it doesn't work, "" if it does. `lacking`: what is
-    missing from its isolation or its limits here."""
+    """A backend on this machine. `words`: how it works here. `problem`: why it doesn't work, "" if
+    it does. `lacking`: missing parts of its isolation or limits."""
 
     backend: str
     words: str
@@ -37,7 +37,7 @@ class Found:
 
     @property
     def account(self) -> str:
-        """A line for a run's report about a backend that works."""
+        """A line about a working backend, for a run's report."""
         lost = f"; not here: {'; '.join(self.lacking)}" if self.lacking else ""
         return f"sandboxes: {self.backend}, {self.words}{lost}"
 
@@ -59,7 +59,7 @@ def close() -> None:
         found.close()
 
 
-def _kind(found: Keeper) -> str:
+def _rights(found: Keeper) -> str:
     return "with root" if found.root else "without root, in a user namespace"
 
 
@@ -78,32 +78,32 @@ async def begin(spec: Spec, backend: str) -> tuple[Shell, str]:
 
 @functools.cache
 def announce(name: str) -> None:
-    """Log the backend and what it lacks, once in a process."""
+    """Log the backend and what it lacks, once per process."""
     lines = [f"sandboxes: backend {name}"]
     if name == NAME:
-        lines[0] += f", {_kind(keeper())}"
-        lines += [f"sandboxes: {words}" for words in _lacking(keeper())]
+        lines[0] += f", {_rights(keeper())}"
+        lines += [f"sandboxes: {words}" for words in _missing_limits(keeper())]
     print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def _lacking(found: Keeper) -> list[str]:
+def _missing_limits(found: Keeper) -> list[str]:
     lacking = [f"no limit of {key}: {why}" for key, why in found.lacking.items()]
     return lacking + ([SECCOMP_MISSING] if SECCOMP is None else [])
 
 
 def describe() -> list[Found]:
-    """Try every backend by starting a sandbox of it. Call this in a thread without an event
-    loop."""
+    """Try every backend by starting a sandbox. Call this in a thread without an event loop."""
     return [asyncio.run(_describe(name)) for name in BACKENDS]
 
 
 async def _describe(name: str) -> Found:
+    """Start a sandbox with the backend `name`, and return whether and how it works."""
     if name != NAME and shutil.which(gvisor.PROGRAM) is None:
         return Found(name, "", f"{gvisor.PROGRAM} is not installed")
     lacking, words = [], "works"
     try:
         if name == NAME:
-            words, lacking = _kind(keeper()), _lacking(keeper())
+            words, lacking = _rights(keeper()), _missing_limits(keeper())
         shell, _ = await begin(Spec(), name)
         if isinstance(shell, Namespaces):
             if problem := await capture.tried(shell, keeper()):
@@ -111,7 +111,7 @@ async def _describe(name: str) -> Found:
             else:
                 words += "; captures files and processes"
         elif not shell.captures().get("process", "none"):
-            words += "; captures processes with their files, after each turn, as it sees no change"
+            words += "; captures files and processes after each turn, as it can't detect changes"
         else:
             words += "; captures nothing, so no checkpoints and no undo"
         await shell.close()
@@ -123,9 +123,9 @@ async def _describe(name: str) -> Found:
 
 
 def choose(backend: str = AUTO) -> Found:
-    """Try `backend`, or find the one that `auto` takes here, by starting a sandbox of it. `lacking`
-    of the result includes why backends that `auto` prefers don't work. Call this in a thread
-    without an event loop. Raises `SandboxError`."""
+    """Start a sandbox with `backend`, or with each backend until one works. Return this backend.
+    Its `lacking` includes why the earlier backends don't work. Call this in a thread without an
+    event loop. Raises `SandboxError`."""
     problems = []
     for name in BACKENDS if backend == AUTO else (backend,):
         found = asyncio.run(_describe(name))

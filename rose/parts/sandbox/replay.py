@@ -1,6 +1,6 @@
 """Turn the state of a bash session into a script that restores it in another one: the working
 directory, umask, arguments, functions, variables, aliases, options and traps. The script can't
-restore background processes, jobs, open files or what bash counts (`$!`, `SECONDS`, history).
+restore background processes, jobs, open files, `$!`, `SECONDS` or the history.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMES = (
     "options",
     "end",
 )
-# Answer to `ACCOUNT` of a session whose state doesn't matter
+# Answer to `backend.ACCOUNT` of a session whose state doesn't matter
 NOTHING = "".join(f"\1{name}\n" for name in NAMES).encode()
-# Start of a part. Only these names count, because a function may contain the byte 1, too.
+# Start of a part. It must have one of these names, because a function may also contain the byte 1.
 PART = re.compile(rf"\x01({'|'.join((*NAMES, 'jobs', 'limits', 'folders', 'history'))})(?:\n|\Z)")
-FIXED = re.compile(  # variables that bash sets itself, or refuses to set
+FIXED = re.compile(  # variables that only bash itself can set
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
 )
@@ -33,18 +33,18 @@ RECORD = re.compile(r"^(?=declare -)", re.MULTILINE)
 
 
 def script(said: bytes) -> str:
-    """Return the script for a session's answer to `ACCOUNT` (`backend.SESSION`). It evaluates each
-    part by itself, so that one that bash can't read doesn't cost the others. It prints the parts
-    that failed, then "end" (see `lost`). Raises ValueError."""
+    """Return the script for a session's answer to `ACCOUNT` (`backend.SESSION`). The script
+    evaluates each part separately, so that an unreadable part doesn't affect the others. It prints
+    the names of the parts that failed, then "end" (see `lost`). Raises ValueError."""
     text = said.decode(errors="surrogateescape")
     found = PART.split(text)[1:]
     parts = dict(zip(found[::2], found[1::2], strict=True))
     if "end" not in parts:
-        raise ValueError(f"a session did not tell all of its state: {text[-200:]!r}")
+        raise ValueError(f"a session did not print its whole state: {text[-200:]!r}")
     count, _, arguments = parts["arguments"].partition(" ")
     disabled = "".join(f"{x}\n" for x in parts["builtins"].split("\n") if x[:9] == "enable -n")
     folder, _, umask = parts["folder and umask"].partition("\n")
-    # The folder is first, because cd sets OLDPWD; options are last, because they apply at once.
+    # The folder is first, because cd sets OLDPWD. Options are last, because they apply at once.
     made = {
         "working directory": f"{folder or ':'} &&",
         "umask": umask,
@@ -54,16 +54,16 @@ def script(said: bytes) -> str:
         "aliases": parts["aliases"],
         "options and traps": parts["options"] + parts["traps"] + disabled,
     }
-    # Functions may have patterns that bash reads only with extglob. "options" sets it back.
+    # Functions may contain patterns that bash reads only with extglob. "options" restores extglob.
     lines = ["builtin shopt -s extglob"]
     for name, text in made.items():
-        # bash reads a group as a whole, so no alias applies. If that fails, the part is printed.
+        # bash reads a group as a whole, so aliases that the group defines don't apply in it.
         whole = shlex.quote(f"{{\n{text}\nbuiltin :\n}}")
         lines.append(f"builtin eval {whole} >/dev/null 2>&1 || {SAY.format(name)}")
     return "\n".join(["{", *lines, SAY.format("end"), "}\n"])
 
 
 def lost(printed: bytes) -> list[str]:
-    """Return the parts that `script` could not restore, from what it printed."""
+    """Return the parts that the script could not restore. `printed`: the script's output."""
     found = re.findall(r"\x01([a-z ]+)\n", printed.decode(errors="replace"))
     return found[:-1] if found[-1:] == ["end"] else [*found, "what comes after that"]

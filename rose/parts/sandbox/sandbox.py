@@ -30,12 +30,11 @@ from rose.parts.sandbox.probe import announce, begin, keeper
 from rose.parts.sandbox.replay import LOST, lost
 
 OUTPUT_BYTES = 16 * 1024
-FLOOD_BYTES = 64 << 20  # output after which a command is stopped before its deadline
+FLOOD_BYTES = 64 << 20  # bytes of dropped output after which a command is stopped
 READ_BYTES = 1 << 16
 CODE_BYTES = 4  # most bytes of an exit code with its NUL
 ACCOUNT_BYTES = 4 << 20  # most bytes of a shell's state that is captured or compared
-# Seconds for a shell to print or take a state. If there are too many processes, bash retries a fork
-# for 15 s.
+# Seconds for a shell to print or restore its state. bash alone repeats failed forks for 15 s.
 ACCOUNT_S = 30.0
 GRACE_S = 1.0  # seconds for the shell to notice that its command was killed
 STOP_EVERY_S = 0.1  # seconds between two attempts to kill a command
@@ -52,9 +51,9 @@ class Sandbox:
     def __init__(self, shell: Shell, spec: Spec, backend: str) -> None:
         self.shell, self.spec, self.backend = shell, spec, backend
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        shell.on_end(self._end)
+        shell.on_end(self._session_ended)
         self._closed = False
-        self.lost = ""  # parts that a restore did not bring back, in words
+        self.lost = ""  # text about state that a restore lost
 
     @property
     def capture_kinds(self) -> tuple[str, ...]:
@@ -63,13 +62,12 @@ class Sandbox:
 
     @classmethod
     async def restore(cls, folder: Path, backend: str = "auto", kind: str | None = None) -> Sandbox:
-        """Restore a sandbox from a capture, which can serve several times. `kind`: "files" to leave
-        out the processes of a capture that has them; `lost` then names those. Raises `SandboxError`
-        with what can't be restored."""
+        """Restore a sandbox from a capture, which remains usable. `kind`: "files" to leave out
+        captured processes; then `lost` names them. Raises `SandboxError`."""
         saved = capturing.read(Path(folder), kind)
         if backend not in ("auto", saved.backend):
             raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
-        shell = await capturing.bring(saved, keeper)
+        shell = await capturing.restore(saved, keeper)
         announce(saved.backend)
         box = cls(shell, saved.spec, saved.backend)
         if saved.kind == capturing.FILES:
@@ -92,8 +90,8 @@ class Sandbox:
     ) -> capturing.Capture:
         """Capture the present state in the new folder `folder`: "files", or "process" with the
         processes, too. `since`: the listing of an earlier capture of this sandbox; contents of
-        files that have not changed since are left out. Don't call this while a command runs. Raises
-        `SandboxError`; then the folder is removed, and the sandbox goes on."""
+        files that are unchanged since then are left out. Don't call this while a command runs. If
+        it fails, remove the folder and raise `SandboxError`; the sandbox remains usable."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         kinds = self.shell.captures()
@@ -102,7 +100,7 @@ class Sandbox:
             raise SandboxError(f"backend {self.backend} captures no {kind!r} here: {words}")
         said = await self.account()
         if said is None:
-            raise SandboxError("its shell did not tell its state")
+            raise SandboxError("its shell did not print its state")
         try:
             spec, backend = self.spec, self.backend
             return await capturing.take(self.shell, spec, backend, kind, folder, since, said)
@@ -110,22 +108,21 @@ class Sandbox:
             await self.shell.resume()
 
     async def _replay(self, script: str) -> list[str]:
-        """Restore a state with `script`. Return the parts that could not be restored. Raises
-        `SandboxError`."""
+        """Restore the shell's state. Return the parts that failed. Raises `SandboxError`."""
         running = _RunningCommand(self.shell, OUTPUT_BYTES)
         running.begin(script.encode(errors="surrogateescape") + b"\0")
         try:
             waiting = {running.done, self._ended}
             await asyncio.wait(waiting, timeout=ACCOUNT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            running.end()
+            running.stop_reading()
         if running.code is None:
             raise SandboxError(f"its shell did not take the captured state in {ACCOUNT_S:g} s")
         return lost(bytes(running.output))
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
-        """Start a sandbox. Raises `SandboxError`, with what each backend lacks here."""
+        """Start a sandbox. Raises `SandboxError` with the reason why each backend failed."""
         shell, name = await begin(spec, backend)
         announce(name)
         return cls(shell, spec, name)
@@ -137,7 +134,7 @@ class Sandbox:
         await self.close()
 
     async def close(self) -> None:
-        """End all processes and drop the sandbox's files. Safe to call twice."""
+        """End all processes and remove the sandbox's files. Safe to call twice."""
         if not self._closed:
             self._closed = True
             await self.shell.close()
@@ -159,7 +156,7 @@ class Sandbox:
             await self._wait(running, wait_s)
             note, restarted = await self._settle(running, ticks, wait_s)
         finally:
-            running.end()
+            running.stop_reading()
         if running.dropped:
             cut = f"output cut: the first {limit} of {limit + running.dropped} bytes are shown"
             note = "; ".join(filter(None, (note, cut)))
@@ -173,9 +170,8 @@ class Sandbox:
         return Result(output, code, note, seconds, restarted)
 
     async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
-        """Return the session's answer to `ACCOUNT` (`backend.SESSION`). None if it is too long, or
-        if the shell did not print it in time and had to be stopped or restarted. Raises
-        `SandboxError`."""
+        """Return the shell's state, as printed for `ACCOUNT`. None if it is too long, or if it was
+        late and the shell had to be stopped. Raises `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         running = _Account(self.shell, ACCOUNT_BYTES)
@@ -185,12 +181,12 @@ class Sandbox:
             await self._wait(running, wait_s)
             note, _ = await self._settle(running, ticks, wait_s)
         finally:
-            running.end()
+            running.stop_reading()
         return None if note or running.dropped else bytes(running.output)
 
     async def _wait(self, running: _RunningCommand, wait_s: float) -> None:
-        """Wait until the command is done, the shell has ended or waits for its next command, or
-        `wait_s` seconds have passed."""
+        """Wait until the command is done or must be stopped, the shell has ended or waits for its
+        next command, or `wait_s` seconds have passed."""
         until, waiting = time.monotonic() + wait_s, {running.done, self._ended}
         while (left_s := until - time.monotonic()) > 0:
             pause_s = min(left_s, IDLE_EVERY_S)
@@ -203,15 +199,15 @@ class Sandbox:
     async def _settle(
         self, running: _RunningCommand, ticks: int, wait_s: float
     ) -> tuple[str, bool]:
-        """Stop or restart the session as needed, until it can take a command. Return a text about
-        what was done, and whether the session is a new one."""
+        """Stop the command or restart the session, unless the session can take a new command.
+        Return a text about that, and whether the session is new. `ticks`: the command's start."""
         if running.done.done() and running.stopped is None:
             return "", False
         if self._ended.done():
             if self._ended.result():
                 raise SandboxError(self._ended.result())
             await self._restart(None)
-            return f"the shell ended; {self._restarted}", True
+            return f"the shell ended; {self._restart_text}", True
         words = running.stopped or f"stopped: not done after {wait_s:g} s"
         running.stopped = words
         until = time.monotonic() + (0.0 if words == NO_CODE else GRACE_S)
@@ -223,10 +219,10 @@ class Sandbox:
         if running.code is not None:
             return words, False
         await self._restart(await self.shell.cwd())
-        return f"{words}; its shell had to be ended, {self._restarted}", True
+        return f"{words}; its shell had to be ended, {self._restart_text}", True
 
     @property
-    def _restarted(self) -> str:
+    def _restart_text(self) -> str:
         return RESTARTED + ("kept" if self.shell.keeps_files else "lost, too")
 
     async def _restart(self, cwd: str | None) -> None:
@@ -236,12 +232,12 @@ class Sandbox:
             # The end of the old session arrived during `restart` and resolved the new future.
             self._ended = asyncio.get_running_loop().create_future()
 
-    def _end(self, words: str) -> None:
+    def _session_ended(self, words: str) -> None:
         if not self._ended.done():
             self._ended.set_result(words)
 
     async def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
-        """Return the first `limit` bytes. Raises OSError, as a program of the agent would get."""
+        """Return the first `limit` bytes. Raises the OSError that an agent's program would get."""
         return await self.shell.read(path, limit)
 
     async def write_file(self, path: str, data: bytes) -> None:
@@ -257,20 +253,20 @@ class Sandbox:
         wait_s: float = 60.0,
         limit: int = OUTPUT_BYTES,
     ) -> Fresh:
-        """Run `argv` (a path first) on the sandbox's present state, with a copy of the host's
-        `folder` at `at`. The agent's processes can touch neither. `collect`: files to return, each
-        in a folder that only the check sees. Raises `SandboxError`."""
+        """Run `argv`, which begins with a program's path, on the sandbox's present state, with a
+        copy of the host's `folder` at `at`. The agent's processes can't touch this program or its
+        files. `collect`: files to return, below folders of the check. Raises `SandboxError`."""
         tar = await asyncio.to_thread(pack, folder)
         return await self.shell.fresh(argv, tar, at, list(collect), limit, wait_s)
 
 
 class _RunningCommand:
-    """A command that runs; its output and its exit code are read meanwhile."""
+    """A running command, whose output and exit code are read in the background."""
 
     def __init__(self, shell: Shell, limit: int) -> None:
         self.shell, self.limit = shell, limit
         self.loop = asyncio.get_running_loop()
-        # Resolved when the command has ended or must be stopped.
+        # `done` resolves when the command has ended or must be stopped, `coded` at its exit code.
         self.done: asyncio.Future[None] = self.loop.create_future()
         self.coded: asyncio.Future[None] = self.loop.create_future()
         self.output, self.dropped = bytearray(), 0
@@ -279,6 +275,7 @@ class _RunningCommand:
         self._codes = b""
 
     def begin(self, data: bytes) -> None:
+        """Send the command `data` to the session, and start reading."""
         self._left = data
         self._fds = (self.shell.commands, self.shell.output, self.shell.codes)
         self.loop.add_reader(self._fds[1], self._read)
@@ -287,6 +284,7 @@ class _RunningCommand:
 
     @property
     def written(self) -> bool:
+        """True when the whole command is in the session's pipe."""
         return not self._left
 
     def _write(self) -> None:
@@ -317,30 +315,30 @@ class _RunningCommand:
     def _read_code(self) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._fds[2], READ_BYTES)
-            self._codes = self._codes[-CODE_BYTES:] + data  # a bound, as the agent may write there
+            self._codes = self._codes[-CODE_BYTES:] + data  # bounded, as the agent may write there
             if not data:
                 self.loop.remove_reader(self._fds[2])
         code, end, _ = self._codes.partition(b"\0")
         if not end or self.code is not None:
             return
-        # A program of the agent may have written to this pipe; then the code can be anything.
+        # An agent's program may also write to this pipe, so the code can be any bytes.
         self.code = int(code) if code.isdigit() and len(code) < 4 else 255
         budget = FLOOD_BYTES
-        while budget > 0 and self._read():  # earlier output is already in the pipe
+        while budget > 0 and self._read():  # output from before the exit code
             budget -= READ_BYTES
         self.coded.set_result(None)
         if not self.done.done():
             self.done.set_result(None)
 
-    def end(self) -> None:
+    def stop_reading(self) -> None:
         for fd in self._fds[1:]:
             self.loop.remove_reader(fd)
         self.loop.remove_writer(self._fds[0])
 
 
 class _Account(_RunningCommand):
-    """A request for the session's state. The session writes it into the pipe of exit codes, with a
-    NUL at its end, because programs in the background may write into the pipe of output."""
+    """A request for the session's state. The session writes the state into the pipe of exit codes,
+    because background programs may write into the pipe of output. A NUL ends the state."""
 
     def begin(self, data: bytes) -> None:
         self._left = data
@@ -357,8 +355,8 @@ class _Account(_RunningCommand):
             self.loop.remove_reader(self._fds[2])
         *ended, left = data.split(b"\0")
         for text in ended:
-            self._take(text)
-            # A DEBUG trap may have printed before the beginning.
+            self._append(text)
+            # A DEBUG trap may have printed something before the answer.
             del self.output[: max(0, self.output.find(b"\1jobs\n"))]
             if (self.output.startswith(b"\1") or not text) and self.code is None:
                 self.code = 0
@@ -367,9 +365,9 @@ class _Account(_RunningCommand):
                     self.done.set_result(None)
             elif self.code is None:  # an exit code that a program of the agent wrote
                 self.output.clear()
-        self._take(left)
+        self._append(left)
 
-    def _take(self, text: bytes) -> None:
+    def _append(self, text: bytes) -> None:
         if self.code is None:
             kept = text[: max(0, self.limit - len(self.output))]
             self.output += kept

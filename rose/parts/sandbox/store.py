@@ -1,14 +1,13 @@
-"""The store of checkpoints: raw captures of sandboxes by name and turn, each chunk kept once.
+"""The store of checkpoints: raw captures of sandboxes by name and turn, each chunk stored once.
 
     FOLDER/packs/ID              chunks of files (`packs`)
     FOLDER/turns/NAME/TURN       manifest: which chunks make which file of the capture
     FOLDER/parts/                files that are being written, locked by their writers
     FOLDER/lock                  shared lock to commit a manifest, exclusive lock to remove packs
 
-A manifest is written last, with its own hash, and names all of its packs: a turn needs no other
-turn. Several processes on several machines may use one folder if its file system has flock. The
-store doesn't compact packs that are named only in part, and doesn't defend itself against a
-malicious writer of the folder.
+A manifest is written last, with its own hash. It names all of its packs, so a turn needs no other
+turn's manifest. Several processes on several machines may use one folder if its file system has
+flock. A pack is kept while any of its chunks is used. Malicious writers can damage the store.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rose.parts.sandbox.pieces import (
     LISTING,
     Index,
     Manifest,
-    Put,
+    ManifestWriter,
     Reading,
     read_pieces,
     step,
@@ -51,14 +50,14 @@ COPY_BYTES = 1 << 20  # bytes of a read when a pack is copied
 class Store:
     """A folder of checkpoints. `behind`: a store from which missing turns and chunks are read.
     `sync`: a commit returns when its data is on the disk, not only in the kernel. Methods raise
-    OSError if the disk refuses, and leave nothing half-written. They block, so an event loop calls
-    them in a thread."""
+    OSError if the disk fails or is full, and leave nothing half-written. They block the thread."""
 
     def __init__(self, folder: Path, behind: Store | None = None, sync: bool = False) -> None:
         self.folder, self.behind, self.sync = Path(folder), behind, sync
         for name in ("packs", "turns", "parts"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        with self._locked(fcntl.LOCK_SH):  # fails now rather than at the first checkpoint
+        # If the file system has no locks, fail now and not at the first checkpoint.
+        with self._locked(fcntl.LOCK_SH):
             pass
         self._index = Index()
         self._named: dict[tuple[str, int, int], list[str]] = {}  # a manifest's file -> its packs
@@ -75,12 +74,12 @@ class Store:
         keep_image: bool = False,
         life: int = 0,
     ) -> Manifest:
-        """Store the raw capture in `capture`. Files that its listing calls unchanged (data null)
-        get their content from `parent`; with `keep_image`, so does the memory image. Raises
-        `StoreDamaged` if `parent` lacks them."""
+        """Store the raw capture in the folder `capture`. Files that its listing marks as unchanged
+        (data null) get their content from the turn `parent`. `keep_image`: get the memory image
+        from there, too. Raises `StoreDamaged` if `parent` lacks them."""
         try:
             return self._save(Manifest(name, turn, parent, life=life), Path(capture), keep_image)
-        except _Vanished:  # another process removed packs that the manifest names
+        except _Vanished:  # packs that another process has removed
             self._index.clear()
             return self._save(Manifest(name, turn, parent, life=life), Path(capture), keep_image)
 
@@ -90,7 +89,7 @@ class Store:
             for pack in before.packs:
                 self._learn(pack)
         with self._writer() as writer:
-            put = Put(made, self._index, writer)
+            put = ManifestWriter(made, self._index, writer)
             listing, unchanged = self._whole_listing(capture, before)
             for path in sorted(capture.rglob("*")):
                 where = path.relative_to(capture).as_posix()
@@ -98,25 +97,25 @@ class Store:
                     made.folders.append(where)
                 elif where != LISTING:
                     with path.open("rb") as file:
-                        put.file(where, read_pieces(file, step(where)))
-            put.file(LISTING, iter(partial(io.BytesIO(listing).read, step(LISTING)), b""))
+                        put.add_file(where, read_pieces(file, step(where)))
+            put.add_file(LISTING, iter(partial(io.BytesIO(listing).read, step(LISTING)), b""))
             for where, old in unchanged.items():
-                put.known(where, old, before)
+                put.add_known(where, old, before)
             if made.image_turn is None and any(w.startswith(IMAGE) for w in made.files):
                 made.image_turn = made.turn
             elif keep_image and before and before.image_turn is not None:
                 made.image_turn = before.image_turn
                 made.folders += [f for f in before.folders if f.startswith(IMAGE[:-1])]
                 for where in [*(w for w in before.files if w.startswith(IMAGE)), ABOUT]:
-                    put.known(where, where, before)
+                    put.add_known(where, where, before)
             put.finish(self.sync)
-            self._own(made, put.name)
+            self._copy_missing_packs(made, put.name)
             self._commit(made, put)
         return made
 
     def _whole_listing(self, capture: Path, before: Manifest | None) -> tuple[bytes, dict]:
-        """Return the listing with data for every regular file, and a mapping name -> name in
-        `before` for the files that the capture left out."""
+        """Return the listing, with the field `data` set for every regular file. For files that the
+        capture left out, also return a mapping: their `data` -> `data` in `before`."""
         raw = (capture / LISTING).read_bytes()
         entries = json.loads(raw)
         missing = [
@@ -128,7 +127,7 @@ class Store:
             raise StoreDamaged(
                 f"{capture}: {missing[0]['path']} has no data, and there's no parent"
             )
-        old = {e["path"]: e.get("data") for e in json.loads(self._content(before, LISTING))}
+        old = {e["path"]: e.get("data") for e in json.loads(self._content_of(before, LISTING))}
         taken = {entry["data"] for entry in entries}
         numbers = (n for n in range(len(entries) + len(taken)) if f"data/{n}" not in taken)
         unchanged = {}
@@ -142,16 +141,17 @@ class Store:
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[PackWriter]:
-        with self._locked(fcntl.LOCK_SH):  # `collect` must not see it unlocked
+        """Context with a writer of a new part, which is removed unless it has been renamed."""
+        with self._locked(fcntl.LOCK_SH):  # against `collect`, until the part is locked
             writer = PackWriter(self._new_part())
         try:
             yield writer
         finally:
             writer.close()
 
-    def _own(self, made: Manifest, new: str) -> None:
-        """Copy packs of the manifest that only the store behind has, because they may be removed
-        there at any time."""
+    def _copy_missing_packs(self, made: Manifest, new: str) -> None:
+        """Copy packs that only the store `behind` has, because they may be removed there at any
+        time. `new`: the manifest's new pack."""
         for pack in made.packs:
             if pack != new and self.behind is not None and not self._pack_path(pack).exists():
                 try:
@@ -159,7 +159,8 @@ class Store:
                 except StoreDamaged:
                     raise _Vanished(pack) from None
 
-    def _commit(self, made: Manifest, put: Put) -> None:
+    def _commit(self, made: Manifest, put: ManifestWriter) -> None:
+        """Move the new pack to its place and write the manifest. Raises `_Vanished`."""
         with self._locked(fcntl.LOCK_SH):
             if put.name:
                 put.writer.path.replace(self._pack_path(put.name))
@@ -182,7 +183,7 @@ class Store:
                 file.flush()
                 if self.sync:
                     os.fsync(file.fileno())
-            for last in (False, True):  # `forget` may remove the folder between the two calls.
+            for last in (False, True):  # repeated if `forget` has just removed the folder
                 path.parent.mkdir(exist_ok=True)
                 try:
                     part.replace(path)
@@ -198,24 +199,23 @@ class Store:
         return HASH_BYTES + len(body)
 
     def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int | None:
-        """Store the turn in `to`, too. `pace(n)` is called before `n` bytes are written. Return the
-        number of bytes written. If `to` has this turn from a later life, keep that and return None.
-        Raises `StoreDamaged`."""
+        """Store the turn in `to`, too. Call `pace(n)` before `n` bytes. Return the bytes written;
+        None if `to` has the turn of a later life, which it keeps. Raises `StoreDamaged`."""
         made, written = self.manifest(name, turn), 0
-        if to._later(made):
+        if to._has_later_life(made):
             return None
         for pack in made.packs:
-            if not to._has(pack):
+            if not to._has_pack(pack):
                 written += self._copy_pack(pack, to, pace)
         with to._locked(fcntl.LOCK_SH):
-            gone = [pack for pack in made.packs if not to._has(pack)]
+            gone = [pack for pack in made.packs if not to._has_pack(pack)]
             if not gone:
                 written += to._write_manifest(made)
-        if gone:  # removed meanwhile, as no manifest named them
+        if gone:  # packs that were removed meanwhile, because no manifest named them
             return written + (self.copy(name, turn, to, pace) or 0)
         return written
 
-    def _later(self, made: Manifest) -> bool:
+    def _has_later_life(self, made: Manifest) -> bool:
         try:
             return self.manifest(made.name, made.turn).life > made.life
         except StoreDamaged:
@@ -245,8 +245,8 @@ class Store:
         return sorted(unquote(name) for name in os.listdir(self.folder / "turns"))
 
     def manifest(self, name: str, turn: int, life: int | None = None) -> Manifest:
-        """Return a turn's manifest. Raises `StoreDamaged`, also if there is no such turn, or only
-        one of another life than `life`."""
+        """Return a turn's manifest. Raises `StoreDamaged`, also if the turn is not stored or
+        belongs to another life than `life`."""
         path = self._turn_path(name, turn)
         try:
             made = self._read_manifest(path)
@@ -262,12 +262,12 @@ class Store:
 
     def _read_manifest(self, path: Path) -> Manifest:
         try:
-            return self._parse(path, path.read_bytes())
+            return self._parse_manifest(path, path.read_bytes())
         except OSError as error:
             raise StoreDamaged(f"{path}: {error.strerror}") from None
 
     @staticmethod
-    def _parse(path: Path, data: bytes) -> Manifest:
+    def _parse_manifest(path: Path, data: bytes) -> Manifest:
         import zstandard
 
         body = data[HASH_BYTES:]
@@ -278,7 +278,7 @@ class Store:
         return Manifest(**fields)
 
     def newest_life(self, name: str) -> int:
-        """Return the latest life of `name` of which a turn is stored, 0 if there is none."""
+        """Return the latest life of `name` that has a stored turn, 0 if there is none."""
         found = [self.behind.newest_life(name) if self.behind else 0]
         for turn in self.turns(name):
             with contextlib.suppress(StoreDamaged):
@@ -317,15 +317,15 @@ class Store:
             raise
         return into
 
-    def _content(self, made: Manifest, where: str) -> bytes:
+    def _content_of(self, made: Manifest, where: str) -> bytes:
         with Reading(self._places()) as reading:
             return b"".join(map(bytes, reading.pieces(made, made.files[where][1])))
 
     # ---------------------------------------------------------------------- removing
 
     def forget(self, name: str, keep: int = 0, upto: int | None = None) -> None:
-        """Remove the manifests of `name`, or of its turns up to `upto`, except the newest `keep`.
-        `collect` then removes the packs that only they named."""
+        """Remove the manifests of `name`, except the newest `keep`. With `upto`, consider only
+        turns up to `upto`. `collect` later removes the packs that are no longer used."""
         own = self._name_path(name)
         with self._locked(fcntl.LOCK_SH), contextlib.suppress(FileNotFoundError):
             numbers = sorted(int(n) for n in os.listdir(own) if n.isdigit())
@@ -336,10 +336,10 @@ class Store:
                 own.rmdir()
 
     def collect(self) -> int:
-        """Remove packs that no manifest names, and parts of dead writers. Return the bytes freed. A
-        damaged manifest keeps no packs. Raises OSError if a manifest can't be read now."""
+        """Remove packs that no manifest names, and parts of dead writers. Return the bytes freed.
+        Packs of a damaged manifest are removed, too. Raises OSError if a manifest can't be read."""
         with self._locked(fcntl.LOCK_EX):
-            named = self._all_named()
+            named = self._used_packs()
             freed = sum(_remove_dead(part) for part in (self.folder / "parts").iterdir())
             for pack in (self.folder / "packs").iterdir():
                 if pack.name not in named:
@@ -348,7 +348,7 @@ class Store:
                     self._index.drop(pack.name)
         return freed
 
-    def _all_named(self) -> set[str]:
+    def _used_packs(self) -> set[str]:
         seen: dict[tuple[str, int, int], list[str]] = {}
         for folder in (self.folder / "turns").iterdir():
             for path in folder.iterdir():
@@ -356,7 +356,7 @@ class Store:
                 key = (str(path), found.st_ino, found.st_mtime_ns)
                 with contextlib.suppress(StoreDamaged):
                     known = self._named.get(key)
-                    seen[key] = known or self._parse(path, path.read_bytes()).packs
+                    seen[key] = known or self._parse_manifest(path, path.read_bytes()).packs
         self._named = seen
         return {pack for packs in seen.values() for pack in packs}
 
@@ -376,9 +376,9 @@ class Store:
         unique = f"{os.uname().nodename}-{os.getpid()}-{time.monotonic_ns()}-{next(self._parts)}"
         return self.folder / "parts" / f"{unique}-{id(self)}"
 
-    def _has(self, pack: str) -> bool:
+    def _has_pack(self, pack: str) -> bool:
         return self._pack_path(pack).exists() or (
-            self.behind is not None and self.behind._has(pack)
+            self.behind is not None and self.behind._has_pack(pack)
         )
 
     def _places(self) -> list[Path]:
@@ -414,7 +414,7 @@ class Store:
 
 
 class _Vanished(StoreDamaged):
-    """A pack that a manifest would name was removed before it was committed."""
+    """A pack was removed before the manifest that names it was committed."""
 
 
 def _sync_folder(folder: Path) -> None:

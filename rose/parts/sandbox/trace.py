@@ -1,10 +1,9 @@
 """Stop processes for a capture, and answer CRIU's questions about filters of system calls.
 
-`Stopped` holds the agent's processes with ptrace(2) while their files are copied. `notify` and
-`answer` use seccomp's notifications: this process answers some ptrace calls of a child in the
-kernel's place. Reading a process's filter of system calls takes rights on the host (CAP_SYS_ADMIN
-in the first user namespace), which a process in a sandbox's user namespace never has. The filter is
-known all the same, because `kernel.confine` has loaded it.
+`Stopped` holds the agent's processes with ptrace(2) while their files are copied. CRIU uses ptrace
+to read the filter of system calls of each process. This needs CAP_SYS_ADMIN in the host's user
+namespace, which no process in a sandbox has. But the filter is known: `kernel.confine` has loaded
+it. So `notify` and `answer` reply to these calls in the kernel's place (seccomp's notifications).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def ptrace(request: int, task: int, data: int = 0) -> None:
 
 
 def tasks(spare: set[int]) -> set[int]:
-    """Return the threads of all processes in /proc, except `spare` and dead ones."""
+    """Return the threads of all processes in /proc except `spare`."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in spare:
@@ -63,9 +62,9 @@ def tasks(spare: set[int]) -> set[int]:
 
 class Stopped:
     """Context in which only the processes `spare` run. Unlike SIGSTOP, ptrace hides the stop from
-    the parents, and the processes continue if this one is killed. A process that waits for its
-    child of vfork(2) can't stop while the child is stopped. In that case all are released, and
-    stopping them is tried again."""
+    the parents, and the stopped processes continue if this process is killed. A process that waits
+    for its child of vfork(2) can't be stopped while the child is stopped. Then all processes are
+    released, and stopped again after a pause."""
 
     def __init__(self, spare: set[int]) -> None:
         self.spare = spare | {os.getpid()}
@@ -83,8 +82,7 @@ class Stopped:
         )
 
     def _stop_all(self) -> bool:
-        """Stop all threads, including those that begin meanwhile. Return False if that takes longer
-        than `STOP_S`."""
+        """Stop all threads, also new ones. Return False if that takes longer than `STOP_S`."""
         until, refused = time.monotonic() + STOP_S, set()
         while time.monotonic() < until:
             new = tasks(self.spare) - set(self.held) - self._asked - refused
@@ -104,6 +102,7 @@ class Stopped:
         return False
 
     def _wait(self, task: int) -> None:
+        """Move a thread that has stopped from `_asked` to `held`, or drop it if it has ended."""
         try:
             stopped, status = os.waitpid(task, WALL | os.WNOHANG)
         except ChildProcessError:
@@ -121,8 +120,8 @@ class Stopped:
 
 
 def notify() -> int:
-    """Make this process's later ptrace calls about filters wait for `answer`, in the process that
-    reads the returned file descriptor. Raises OSError."""
+    """Make later ptrace calls of this process about filters wait for a reply. The process that gets
+    the returned file descriptor replies with `answer`. Raises OSError."""
     steps = [
         (LOAD, 0, 0, 0),  # the call's number
         (EQUAL, 0, 7, CALL_PTRACE),
@@ -148,8 +147,8 @@ def notify() -> int:
 
 
 def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> None:
-    """Answer a ptrace call of the child as if each thread had only the filter `program`. If a
-    thread has further filters, call `on_foreign(thread)`, because it can't be captured."""
+    """Answer a ptrace call as if each thread had only the filter `program`. If a thread has further
+    filters, call `on_foreign(thread)`, because the thread can't be captured."""
     notice = bytearray(NOTICE.size)
     try:
         fcntl.ioctl(listener, RECEIVE, notice)
@@ -163,7 +162,7 @@ def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> 
         error = errno.ENOENT
     elif request == GET_FILTER:
         value = len(program) // 8
-        if _filters(task) != 1:
+        if _filter_count(task) != 1:
             on_foreign(task)
             value, error = 0, errno.EPERM
         elif data:
@@ -174,7 +173,7 @@ def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> 
         fcntl.ioctl(listener, SEND, REPLY.pack(key, value, -error, 0))
 
 
-def _filters(task: int) -> int:
+def _filter_count(task: int) -> int:
     """Return the number of a thread's filters; 1 if the kernel (before 5.9) doesn't report it."""
     with contextlib.suppress(OSError), open(f"/proc/{task}/status", "rb") as file:
         for line in file:

@@ -1,7 +1,7 @@
 """Find unread data in the pipes, terminals and sockets of a sandbox, from its process 1.
 
-Such data belongs to no file and to no process's memory, so only a process image keeps it. Sockets
-other than unix, TCP and UDP can't be made in a sandbox, or hold no data.
+Such data belongs to no file and to no process's memory, so only a process image contains it. Only
+unix, TCP and UDP sockets matter: others can't be created in a sandbox, or hold no data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHOW_QUEUES, QUEUES = 0x10, 4  # linux/unix_diag.h
 DONE, ERROR = 3, 2
 WAIT_S = 1.0  # seconds for the kernel's answer
 # Most unread bytes of a terminal that can be captured. CRIU writes them to the other end, and waits
-# for ever if that is full. A terminal holds 4096 bytes, and adds the echo of what is written.
+# for ever if the terminal is full. It holds 4096 bytes, the echo included.
 TERMINAL_BYTES = 1024
 TERMINALS = ("/dev/pts/", "/dev/ptmx")
 TIOCGPTN = 0x80045430  # number of a master's terminal
@@ -30,10 +30,9 @@ INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
 def waiting(pid: int, number: int) -> int:
-    """Return the number of unread bytes in the pipe or terminal that a process has open as
-    `number`. Its descriptor is borrowed, because opening the pipe again would wake processes that
-    wait for it. Raises OSError."""
-    fd = kernel.borrowed(pid, number)
+    """Return the unread bytes in a process's pipe or terminal `number`. Opening the pipe again
+    would wake processes that wait for it, so the descriptor is duplicated. Raises OSError."""
+    fd = kernel.duplicate(pid, number)
     try:
         return bytes_in(fd)
     finally:
@@ -45,9 +44,8 @@ def bytes_in(fd: int) -> int:
     return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
 
 
-def terminals(spare: set[int]) -> bool:
-    """Return whether a terminal of a process outside of `spare` has more unread than
-    `TERMINAL_BYTES`."""
+def terminal_too_full(spare: set[int]) -> bool:
+    """Return whether a terminal of a process not in `spare` has over `TERMINAL_BYTES` unread."""
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         _, _, pid, _, fd = path.split("/")
         with contextlib.suppress(OSError):  # a process that has just ended, a terminal just closed
@@ -58,18 +56,18 @@ def terminals(spare: set[int]) -> bool:
 
 
 def not_captured() -> list[str]:
-    """Name the objects in this sandbox that no capture keeps."""
+    """Return descriptions of the objects in this sandbox that no capture contains."""
     found = []
     for path in SYSTEM_V:
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             if len(file.readlines()) > 1:  # more than the line of titles
                 found = ["System V's shared memory, semaphores and queues"]
-    found += ["datagrams that nobody had read"] * bool(_internet(("udp", "udp6")))
-    return found + ["unread output of a closed terminal"] * _hung_up()
+    found += ["unread datagrams"] * bool(_internet(("udp", "udp6")))
+    return found + ["unread output of a closed terminal"] * _closed_terminal_has_output()
 
 
-def _hung_up() -> bool:
-    """Return whether a terminal that only its master has open has something unread."""
+def _closed_terminal_has_output() -> bool:
+    """Return whether a terminal has unread output although only its master is still open."""
     masters, others = [], set()
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -79,7 +77,7 @@ def _hung_up() -> bool:
                 others.add(link)
     for pid, number in masters:
         with contextlib.suppress(OSError):
-            fd = kernel.borrowed(pid, number)
+            fd = kernel.duplicate(pid, number)
             try:
                 which = struct.unpack("i", fcntl.ioctl(fd, TIOCGPTN, bytes(4)))[0]
                 if bytes_in(fd) and f"/dev/pts/{which}" not in others:
@@ -90,12 +88,13 @@ def _hung_up() -> bool:
 
 
 def sockets() -> set[int]:
-    """Return inodes of sockets with something unread or with connections that wait to be accepted.
+    """Return inodes of sockets with unread data or with connections that wait to be accepted.
     Raises OSError if the kernel doesn't report them."""
     return _unix() | _internet(INTERNET)
 
 
 def _internet(kinds: tuple[str, ...]) -> set[int]:
+    """Return inodes of internet sockets with unread data. `kinds`: their files in /proc/net."""
     found = set()
     for kind in kinds:
         with (
@@ -111,7 +110,7 @@ def _internet(kinds: tuple[str, ...]) -> set[int]:
 
 
 def _unix() -> set[int]:
-    """Return such inodes of unix sockets in this network namespace, from sock_diag(7)."""
+    """Return inodes of unix sockets with unread data or waiting connections, by sock_diag(7)."""
     everything = 0xFFFFFFFF
     with socket.socket(
         socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG
@@ -131,12 +130,13 @@ def _unix() -> set[int]:
                 if kind == ERROR:
                     code = -struct.unpack_from("=i", data, at + 16)[0]
                     raise OSError(code, f"sock_diag: {os.strerror(code)}")
-                if _queued(data[at : at + size]):
+                if _reports_queue(data[at : at + size]):
                     found.add(struct.unpack_from("=I", data, at + 20)[0])
                 at += (size + 3) & ~3
 
 
-def _queued(message: bytes) -> bool:
+def _reports_queue(message: bytes) -> bool:
+    """Return whether a message of sock_diag reports a queue that isn't empty."""
     at = 32  # behind netlink's header and struct unix_diag_msg
     while at + 4 <= len(message):
         size, kind = struct.unpack_from("=HH", message, at)

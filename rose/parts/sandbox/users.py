@@ -1,9 +1,10 @@
 """Host users of a keeper's sandboxes.
 
-With root, each sandbox has a range of host users that no other sandbox of the machine has. The
-kernel counts per user what sandboxes would share otherwise: file descriptors in flight
+With root, each sandbox has a range of host users that no other sandbox of the machine has. So
+sandboxes don't share the resources that the kernel limits per user: file descriptors in flight
 (SCM_RIGHTS), instances and watches of inotify, fanotify and epoll, pages of pipes, pending signals.
-Without root all sandboxes are the one user who started them, and only `kernel.share` bounds them.
+Without root, all sandboxes run as the user who started them, and share that user's resources. Then
+only `kernel.limit_watches` bounds a sandbox's part of them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import socket
 
 from rose.parts.sandbox import kernel
 
-FIRST = 1_593_835_520  # systemd leaves the users 524288 to 1879048191 to containers
+FIRST = 1_593_835_520  # within systemd's range for containers, 524288 to 1879048191
 COUNT = 65_536  # users in a range
 RANGES = 4_352  # ranges up to user 1879048191
 
 
 class Ranges:
-    """The ranges of one keeper. Each is claimed by an abstract unix socket, which ends with the
-    keeper, whatever kills it."""
+    """The ranges of one keeper, each claimed by an abstract socket that ends with the keeper."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -49,7 +49,7 @@ class Ranges:
         self._free.append(first)
 
     def space(self, first: int) -> int:
-        """Return a file descriptor of a user namespace that maps the range; the keeper keeps it."""
+        """Return the file descriptor of a user namespace that maps the range. It stays open."""
         if first not in self._spaces:
             self._spaces[first] = user_namespace(mapping(first))
         return self._spaces[first]
@@ -61,7 +61,7 @@ def mapping(first: int) -> str:
 
 
 def has_ranges() -> bool:
-    """Return whether this user namespace has the users of all ranges; a container's may not."""
+    """Return whether this user namespace has the users of all ranges. Containers may lack them."""
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         maps = [tuple(map(int, line.split())) for line in file]
     last = FIRST + RANGES * COUNT
@@ -69,6 +69,7 @@ def has_ranges() -> bool:
 
 
 def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:
+    """Write a process's user and group maps (user_namespaces(7)). `groups`: permit setgroups(2)."""
     if not groups:
         with open(f"/proc/{process}/setgroups", "w", encoding="utf-8") as file:
             file.write("deny")

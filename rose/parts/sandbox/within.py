@@ -1,8 +1,9 @@
-"""Work of the keeper's children in a sandbox's namespaces: the frame of a check (check.py), a
+"""Work of the keeper's children in a sandbox's namespaces: the start of a check (check.py), a
 capture, and a restore of captured processes.
 
-A child joins the namespaces and forks a second one, which works in them and writes its result as
-JSON to a pipe of the host. When the host closes its end, as at a deadline, both are killed.
+A child of the keeper joins the namespaces and forks another child. The latter does the work and
+writes the result as JSON to a pipe of the host. When the host closes its end of the pipe, for
+example at a deadline, both are killed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ FAILURE_BYTES = 4000  # most bytes of an error, less than a pipe holds
 def enter(
     spaces: list[int], new: int, to: int, work: Callable[[], None], grace_s: float = 0.0
 ) -> NoReturn:
-    """Run `work` in a child of this child of the keeper, in the namespaces `spaces` (file
-    descriptors, the user namespace first) and in `new` ones. Errors go to `to`. `grace_s`: seconds
-    that the work may go on after the host has given up."""
+    """Run `work` in a child of this process, in the namespaces `spaces` (file descriptors, the user
+    namespace first) and in new namespaces `new` (flags of unshare). Send errors to the pipe `to`.
+    `grace_s`: seconds that `work` may continue after the host has closed its end."""
     try:
         for space in spaces:
             kernel.join(space)
@@ -45,7 +46,7 @@ def enter(
         if inner == 0:
             try:
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-                # A parent that was killed before this call leaves its child alive.
+                # If the parent was killed before this call, no signal comes, so check for that.
                 if not select.select([outer], [], [], 0)[0]:
                     os.close(outer)
                     work()
@@ -54,7 +55,7 @@ def enter(
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # unset by the change of users
         ended, poll = os.pidfd_open(inner), select.poll()
         poll.register(ended, select.POLLIN)
-        poll.register(to, 0)  # an error after the host has closed its end
+        poll.register(to, 0)  # error event when the host has closed its end
         poll.poll()
         select.select([ended], [], [], grace_s)
         os.kill(inner, signal.SIGKILL)
@@ -66,10 +67,10 @@ def enter(
 
 
 def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:
-    """Capture a sandbox. `fds`: the upper layer, folders for contents and for CRIU's images, files
-    for the listing and with an earlier one, and the pipe for the result."""
+    """Capture a sandbox. `fds`: the upper layer, the folders for contents and for CRIU's images,
+    the files of the new and of an earlier listing, and the pipe for the result."""
     upper, data, images, listing, since, to = fds
-    opened = _program(order, cache, to)
+    opened = _open_criu(order, cache, to)
 
     def work() -> None:
         with os.fdopen(since, encoding="utf-8") as file:
@@ -89,7 +90,7 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
             with Stopped({1}):
                 copy()
         else:
-            if unread.terminals({1, os.getpid()}):
+            if unread.terminal_too_full({1, os.getpid()}):
                 raise CriuError("a terminal has more unread than CRIU can bring back")
             Criu(opened, images).dump(order["session"], copy)
         with os.fdopen(listing, "w", encoding="utf-8") as file:
@@ -103,7 +104,7 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
 def revive(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:
     """Restore captured processes. `fds`: folder of CRIU's images, and pipe for the result."""
     images, to = fds
-    opened = _program(order, cache, to)
+    opened = _open_criu(order, cache, to)
 
     def work() -> None:
         assert opened is not None
@@ -112,7 +113,8 @@ def revive(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int])
     enter(spaces, 0, to, lambda: _report_failure(to, work))
 
 
-def _program(order: dict[str, Any], cache: str, to: int) -> Opened | None:
+def _open_criu(order: dict[str, Any], cache: str, to: int) -> Opened | None:
+    """Open CRIU's files; None if the order needs no CRIU. If that fails, report it and exit."""
     try:
         return open_program(order["criu"], cache) if order["criu"] else None
     except OSError as error:
@@ -120,11 +122,11 @@ def _program(order: dict[str, Any], cache: str, to: int) -> Opened | None:
         os._exit(1)
 
 
-def _names(but: set[int]) -> list[str]:
-    """Return the names of the processes that run, except those in `but`."""
+def _names(spare: set[int]) -> list[str]:
+    """Return the names of all processes except `spare`."""
     found = []
     for pid in os.listdir("/proc"):
-        if pid.isdigit() and int(pid) not in but:
+        if pid.isdigit() and int(pid) not in spare:
             with (
                 contextlib.suppress(OSError),
                 open(f"/proc/{pid}/comm", errors="replace", encoding="utf-8") as file,
@@ -142,8 +144,7 @@ def _report_failure(to: int, work: Callable[[], None]) -> None:
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """Return the result for an error. `full` is True if a resource was used up, perhaps by the
-    agent."""
+    """Return the result for `error`. `full`: a resource was used up, perhaps by the agent."""
     full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
     words = str(error) if isinstance(error, CriuError) else f"{type(error).__name__}: {error}"
     return {"failed": words[:FAILURE_BYTES], "full": full}

@@ -88,7 +88,7 @@ def test_every_task_with_levels_is_asked_at_its_lowest():
     from rose.parts.adapters.envs import reasoning_gym as ours
 
     for name in sorted(ours.CURRICULA.keys() - {*ours.EXCEPT}):
-        made, usual = ours._at(name, 0), vars(ours.DATASETS[name][1]())
+        made, usual = ours._arguments_of_level(name, 0), vars(ours.DATASETS[name][1]())
         assert not {f for f, value in made.items() if value == usual[f]}, name
         json.dumps(made)
 

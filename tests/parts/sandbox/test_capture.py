@@ -240,7 +240,7 @@ def test_what_a_shell_can_not_take_again_is_named_and_the_rest_comes_back(tmp_pa
 
 
 def test_what_is_no_state_of_a_shell_is_named():
-    with pytest.raises(ValueError, match="did not tell all of its state: 'bash: x'"):
+    with pytest.raises(ValueError, match="did not print its whole state: 'bash: x'"):
         replay.script(b"bash: x")
 
 

@@ -190,7 +190,7 @@ async def test_what_dead_hosts_left_keeps_no_host_from_its_work(tmp_path, monkey
     said, full = [], Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(engine.left, "take_over", full)
     async with opened(tmp_path / "shared", tmp_path / "node", say=said.append) as host:
-        assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
+        assert "captures of dead hosts can't be taken over: [Errno 28]" in said[0]
         assert await settled(host.submit("t", 1, *raw(host, 1)).stored) == ""
 
 

@@ -143,7 +143,7 @@ async def test_what_is_not_seen_counts_as_changed():
         for _ in range(2):
             change = await inspector.look()
             assert (change.kind, change.unsure) == (PROCESS, None)
-            assert "what changes in plain is not seen" in change.why
+            assert "changes in plain are not visible" in change.why
 
 
 def test_without_inotify_no_turn_is_without_effect():

@@ -225,7 +225,7 @@ async def test_a_check_whose_process_is_ended_is_no_verdict(box, tmp_path):
         await asyncio.sleep(0.01)
     found.pop().kill()
     # Whether it was a member of the sandbox's cgroup by then is a matter of moments.
-    with pytest.raises(SandboxError, match="what ran the check was ended|No such process"):
+    with pytest.raises(SandboxError, match="the checker process was killed|No such process"):
         await check
     await scenarios.still_alive(box)
 
@@ -277,7 +277,7 @@ def test_gvisors_bundle(tmp_path):
     assert data["source"] == "/data" and data["options"] == ["rbind", "ro"]
     assert read["linux"]["resources"]["memory"]["limit"] == 1 << 30
     assert {n["type"] for n in read["linux"]["namespaces"]} >= {"network", "pid"}
-    argv = gvisor.Runsc.session(SPEC, tmp_path)
+    argv = gvisor.Runsc.session_command(SPEC, tmp_path)
     assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
 
 
@@ -297,19 +297,19 @@ class Plain:
         (folder / "work").mkdir()
 
     @staticmethod
-    def begin(spec, folder):
+    def setup_commands(spec, folder):
         return []
 
     @staticmethod
-    def session(spec, folder):
+    def session_command(spec, folder):
         return ["/bin/bash", "--norc", "--noprofile", "-c", f"cd {folder}/work\n{SESSION}"]
 
     @staticmethod
-    def beside(spec, folder, argv):
+    def exec_command(spec, folder, argv):
         return ["/usr/bin/env", "-C", f"{folder}/work", *argv]
 
     @staticmethod
-    def end(folder):
+    def end_commands(folder):
         return []
 
 
@@ -317,7 +317,7 @@ class Broken(Plain):
     """A program that fails as it is to run another in its sandbox."""
 
     @staticmethod
-    def beside(spec, folder, argv):
+    def exec_command(spec, folder, argv):
         return ["/bin/sh", "-c", "echo it broke >&2; exit 128"]
 
 
@@ -355,7 +355,7 @@ async def test_a_session_on_three_pipes():
 def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, words):
     class Silent(Plain):
         @staticmethod
-        def session(spec, folder):
+        def session_command(spec, folder):
             return ["/bin/bash", "-c", program]
 
     if "sleep" in program:

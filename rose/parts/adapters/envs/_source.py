@@ -1,7 +1,7 @@
 """Checks of Python files that other processes run, without running them.
 
 An agent's program may need packages that the launcher's Python lacks, so nothing is imported here.
-A check passes whatever it can't see for certain.
+If a check can't decide for certain, it passes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ WITH_VALUE = ("-W", "-X")  # options of Python whose value may be the next word
 
 @functools.lru_cache(32)  # a cache because each trajectory builds an environment
 def check_name(file: Path, name: str, where: str) -> None:
-    """Raise `ConfigError` for a file that is no Python, and for one without `name` at its top
-    level. `where`: KEY=VALUE, which named both."""
+    """Raise `ConfigError` if `file` isn't valid Python, or doesn't define `name` at its top level.
+    `where`: the setting KEY=VALUE that names both."""
     inputs.verify(file)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The process that runs the file prints its warnings.
             tree = ast.parse(file.read_bytes(), str(file))
-            compile(tree, str(file), "exec", dont_inherit=True)  # finds `return` outside functions
+            compile(tree, str(file), "exec", dont_inherit=True)  # errors that ast.parse misses
     except OSError as error:
         raise ConfigError(f"{where}: {file} can't be read: {error.strerror}") from None
     except (ValueError, SyntaxError) as error:
@@ -55,7 +55,7 @@ def check_name(file: Path, name: str, where: str) -> None:
 
 
 def check_module(module: str, name: str, where: str) -> None:
-    """Check as `check_name` does the file of a module, if exactly one file can be the module. The
+    """Apply `check_name` to the file of a module, if exactly one file can be the module. The
     program's process searches the working folder first."""
     stem = module.replace(".", "/")
     ends = (f"{stem}.py", f"{stem}/__init__.py")
@@ -68,9 +68,9 @@ def check_module(module: str, name: str, where: str) -> None:
 
 
 def check_script(argv: Sequence[str], where: str) -> None:
-    """Raise `ConfigError` for a command that lets Python run a file which is not there. Programs
-    start in the folder of the launch. A file whose folder is not there either may be in a container
-    or on a disk of the nodes. `where`: KEY=VALUE, which gave the command."""
+    """Raise `ConfigError` if a command has Python run a missing file. Programs start in the folder
+    of the launch. If the file's folder is missing, too, the file may be in a container or on a disk
+    of the nodes, and the check passes. `where`: the setting KEY=VALUE with the command."""
     script = _script(argv)
     seen = not os.path.isabs(script) or Path(script).parent.exists()
     if script.endswith(".py") and seen and not Path(script).exists():
@@ -79,7 +79,7 @@ def check_script(argv: Sequence[str], where: str) -> None:
 
 
 def _script(argv: Sequence[str]) -> str:
-    """Return the file that a command lets Python run; "" if there is none, or it can't be seen."""
+    """Return the file that a command has Python run; "" if there is none, or if it isn't clear."""
     if argv[0] != sys.executable and not PYTHON.fullmatch(os.path.basename(argv[0])):
         return ""
     words = iter(argv[1:])
@@ -94,8 +94,8 @@ def _script(argv: Sequence[str]) -> str:
 
 
 def _defined(tree: ast.Module) -> set[str] | None:
-    """Return the names that statements outside of functions and classes bind, in whatever `if` or
-    `try`. None for a module that may have others."""
+    """Return the names that statements outside of functions and classes bind, also within `if` or
+    `try`. None if the module may define further names."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if getattr(node, "id", getattr(node, "attr", "")) in DYNAMIC:

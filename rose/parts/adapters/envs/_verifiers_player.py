@@ -4,8 +4,8 @@ environment, as `PYTHON -P _verifiers_player.py`, and imports nothing of ROSE.
 The first line of the standard input has the settings (`Verifiers.settings` in verifiers.py). The
 first line of the standard output has the numbers of tasks, or an error. Each further input line
 starts an episode or cancels one, and each output line is an episode's reward or error. Any number
-of episodes run at once. The program ends with its input. The library's own chat programs are
-installed by uv from the network and started for each episode; `Chat` is their loop in this process.
+of episodes run at once. The program ends with its input. The library would install its own chat
+programs from the network, and start one for each episode. `Chat` runs their loop in this process.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ except (ImportError, Refused) as error:
     sys.exit(1)
 
 __all__ = ["Chat"]
-ENDS = ("context_length_exceeded", "turn_limit")  # gateway errors that end an episode in order
+ENDS = ("context_length_exceeded", "turn_limit")  # gateway errors that end an episode regularly
 
 
 class ChatConfig(vf.HarnessConfig):
@@ -53,8 +53,7 @@ class ChatConfig(vf.HarnessConfig):
 
 
 class Chat(vf.Harness[ChatConfig]):
-    """A loop that calls the policy, and the tools that it asks for, until an answer has no call.
-    The policy gets no shell."""
+    """Calls the policy, and tools for it, until an answer has no call. The policy gets no shell."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -63,6 +62,7 @@ class Chat(vf.Harness[ChatConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        """Run the loop for one episode. The library calls this."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -166,6 +166,7 @@ class Player:
         return config.model_copy(update=changes)
 
     def _tasks(self, taskset, key):
+        """Return the tasks of a taskset, `most_tasks` at most, in the same order every time."""
         most = self.settings["most_tasks"]
         try:
             tasks = list(itertools.islice(taskset, most))
@@ -176,8 +177,8 @@ class Player:
         return sorted(tasks, key=_digest)  # a seed means the same task in every process
 
     def _split(self, share):
-        """Return (training, held-out) tasks. Only a task's content, without its index, decides its
-        side: equal tasks are on one side, and tasks that are added or reordered move no others."""
+        """Return (training, held-out) tasks. A task's content, without its index, decides its side.
+        So equal tasks are on one side, and new or reordered tasks don't move other tasks."""
         sides = [], []
         for task in self._tasks(self.env.taskset, "args"):
             sides[int.from_bytes(_digest(task)[:8], "big") < share * 2**64].append(task)
@@ -232,11 +233,8 @@ class Player:
         return {"reward": sum(t.reward for t in traces) / len(traces), "metrics": metrics}
 
 
-LATE = (
-    "setup_timeout",
-    "finalize_timeout",
-    "scoring_timeout",
-)  # stop conditions of the library that leave a reward incomplete
+# Stop conditions of the library with which a reward is incomplete
+LATE = ("setup_timeout", "finalize_timeout", "scoring_timeout")
 
 
 def _digest(task):
@@ -246,7 +244,7 @@ def _digest(task):
 
 
 def _plain(value):
-    """Return a number or bool of NumPy or torch as Python's. Raises `TypeError` for others."""
+    """Convert a number or bool of NumPy or torch to Python's. Raises `TypeError` for others."""
     if callable(getattr(value, "item", None)):
         return value.item()
     raise TypeError(f"{value!r:.80} is no JSON")
@@ -257,12 +255,12 @@ def _text(error):
 
 
 async def serve(player, answer):
-    """Play the episodes that the input orders, until it ends."""
+    """Play the episodes requested on the standard input, until it ends."""
     loop, running = asyncio.get_running_loop(), {}
     orders = asyncio.StreamReader(limit=2**24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
 
-    async def one(order):
+    async def play_one(order):
         try:
             said = await player.play(order)
         except asyncio.CancelledError:
@@ -285,8 +283,8 @@ async def serve(player, answer):
                 if order["cancel"] in running:
                     running[order["cancel"]].cancel()
             else:
-                running[order["name"]] = asyncio.create_task(one(order))
-                await asyncio.sleep(0)  # A task that is cancelled before it began answers nothing.
+                running[order["name"]] = asyncio.create_task(play_one(order))
+                await asyncio.sleep(0)  # lets the task begin; else a cancel has no answer
             line = await orders.readline()
         for task in [*running.values()]:
             task.cancel()

@@ -24,8 +24,8 @@ from rose.parts.adapters.envs import _source
 
 
 class Agent:
-    """A `command` (a list of arguments, or a string that is split without a shell), or a `function`
-    (`module:name` or `file.py:name`), which is called in a Python process of its own.
+    """A program: a `command` (a list, or a string that is split without a shell), or a `function`
+    (`module:name` or `file.py:name`). A function is called in a Python process of its own.
 
     `reward`: a function of the conversations and the task, whose reward replaces the agent's.
     `tasks`: a JSONL file; each trajectory gets a line, and every second line is held out.
@@ -53,7 +53,7 @@ class Agent:
                 f"env.args.command={command!r}, env.args.function={function!r}: one of them is "
                 'needed, as env.args.command="python agent.py" or env.args.function=my.agent:run'
             )
-        self.command = None if command is None else _command(command)
+        self.command = None if command is None else _checked_command(command)
         self.function = None if function is None else _function_reference("function", function)
         self.reward = None if reward is None else _function_reference("reward", reward)
         self.doubt = ""
@@ -96,7 +96,7 @@ def _is_name(variable: Any) -> bool:
     return isinstance(variable, str) and bool(variable) and "=" not in variable
 
 
-def _command(command: Any) -> list[str]:
+def _checked_command(command: Any) -> list[str]:
     try:
         argv = shlex.split(command) if isinstance(command, str) else list(command)
     except (ValueError, TypeError) as error:

@@ -1,10 +1,10 @@
-"""Prompts that the policy answers with the tools of an MCP server; a turn without a call is the
-answer, which a function rewards as in `prompts`.
+"""Prompts that the policy answers with the tools of an MCP server. A turn without a call is the
+answer, and a function rewards it as in `prompts`.
 
 Every trajectory has a server process of its own (`command`, over stdio), or a session of its own
 with a running server (`url`, streamable HTTP). The policy gets a tool's answer or error as text; an
-error counts as an invalid call. If the server ends or hangs, the trajectory fails. Not supported:
-resources, prompts and images of the server. Package: mcp, the official SDK.
+error counts as an invalid call. If the server ends or hangs, the trajectory fails. Resources,
+prompts and images of the server are not supported. Package: mcp, the official SDK.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Mcp:
         ready: asyncio.Future = asyncio.get_running_loop().create_future()
         # The SDK needs one task for a whole session; the agent loop has a task for each call.
         self._session = asyncio.create_task(self._run(ready))
-        schemas = await self._answered(ready)
+        schemas = await self._wait_for(ready)
         self._names = [schema["function"]["name"] for schema in schemas]
         start = self.source.start(self._row, schemas)
         self._messages = list(start.messages)
@@ -124,14 +124,14 @@ class Mcp:
         answer: asyncio.Future = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((name, clean, answer))
         try:
-            result = await self._answered(answer)
+            result = await self._wait_for(answer)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise
             return f"Error: {error}"[: self.most], True
-        return _text(result)[: self.most] or "(no text)", bool(result.is_error)
+        return _text_of(result)[: self.most] or "(no text)", bool(result.is_error)
 
-    async def _answered(self, future: asyncio.Future) -> Any:
+    async def _wait_for(self, future: asyncio.Future) -> Any:
         """Wait for the session's answer. Raises its error, or `ConnectionError` if it ends."""
         await asyncio.wait({future, self._session}, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
@@ -140,6 +140,7 @@ class Mcp:
         return future.result()
 
     async def _run(self, ready: asyncio.Future) -> None:
+        """Hold the session: set `ready` to the tools' schemas, then carry out queued calls."""
         async with AsyncExitStack() as stack:
             # "legacy" opens a session on the server, which the newest protocol doesn't have.
             client = await stack.enter_async_context(
@@ -174,8 +175,7 @@ class Mcp:
         return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
 
     async def _schemas(self, client: Client) -> list[dict[str, Any]]:
-        """Return OpenAI function schemas of the policy's tools. Raises `ConfigError` for one that
-        the server doesn't have."""
+        """Return OpenAI schemas of the policy's tools. Raises `ConfigError` if one is missing."""
         found, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -207,7 +207,7 @@ class Mcp:
         return self.url or " ".join(self.command)
 
 
-def _text(result: CallToolResult) -> str:
+def _text_of(result: CallToolResult) -> str:
     return "\n".join(part.text for part in result.content if part.type == "text")
 
 

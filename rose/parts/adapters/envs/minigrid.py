@@ -2,8 +2,7 @@
 
 All tasks of the package work except the WFC mazes, which need further packages. The policy sees the
 whole grid as text, one symbol per cell, instead of MiniGrid's partial view of 7x7 cells. One call
-carries out up to `actions_per_turn` actions. Paper: Chevalier-Boisvert et al., 2023,
-arXiv:2306.13831.
+carries out up to `actions_per_turn` actions. Paper: Chevalier-Boisvert et al., arXiv:2306.13831.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rose.config import ConfigError
 from rose.config.common import Count, NotNegative
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")  # minigrid's 0..6
-# The tasks that pay at `done`, and only there. `toggle` would end them without reward.
+# Tasks that give a reward only at `done`. `toggle` would end them without a reward.
 ENDED = ("MiniGrid-GoToDoor-", "MiniGrid-GoToObject-")
 HEADING = ">v<^"  # agent_dir 0..3
 SYMBOL = {"wall": "#", "floor": ".", "goal": "G", "lava": "L", "key": "K", "ball": "B", "box": "X"}
@@ -44,6 +43,7 @@ DONE = (
 
 
 def tasks() -> list[str]:
+    """Return the ids of the tasks that work here."""
     return [
         name for name in gymnasium.registry if name.startswith("MiniGrid-") and "-WFC-" not in name
     ]
@@ -54,8 +54,7 @@ class Minigrid:
     the task's own limit).
 
     The reward is 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it. The
-    first time that something is picked up, and the first time that a door is opened, each earn
-    `shaping`. Raises `ConfigError`.
+    first carried object and the first opened door earn `shaping` each. Raises `ConfigError`.
     """
 
     requires_tool = True
@@ -112,7 +111,7 @@ class Minigrid:
             self._grid = None
 
     def _milestones(self) -> set[str]:
-        """Return which milestones on the way to a goal behind a door hold now."""
+        """Return the milestones reached at present: an object is carried, a door is open."""
         opened = any(cell and cell.type == "door" and cell.is_open for cell in self._grid.grid.grid)
         return {
             name for name, done in (("carried", self._grid.carrying), ("opened", opened)) if done

@@ -36,7 +36,7 @@ class Openenv:
     success. Raises `ConfigError`."""
 
     requires_tool = True
-    rewards_turns = True  # an assumption, since only the server knows
+    rewards_turns = True  # an assumption, as only the server knows
     paths = ("token_file",)
 
     def __init__(
@@ -114,6 +114,7 @@ class Openenv:
 
     @property
     def _by_tools(self) -> bool:
+        """True if the environment's actions are tool calls (MCP)."""
         return "tool_name" in self.schema.get("properties", {})
 
     async def _tools(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym: more than a hundred families of questions, generated and scored by rules.
 
-A worker process does both, as some tasks take seconds, and scorers parse the policy's text. The
+Worker processes do this, because some tasks take seconds, and scorers parse the policy's text. The
 reward is the library's score. A text that its scorer can't read is a wrong answer. Not supported:
-`composite` (`tasks` mixes with weights instead), and a difficulty that follows the rewards.
+`composite` (`tasks` has weights instead), and a difficulty that follows the rewards.
 Package: reasoning-gym (Stojanovski et al., 2025, arXiv:2505.24760).
 """
 
@@ -24,7 +24,7 @@ from rose.config import ConfigError
 EXCEPT = ("composite",)
 OURS = ("size", "seed")  # arguments of all tasks that ROSE sets
 SEEDS = 2**31 - 1  # mask for seeds, since numpy, which some tasks use, takes no larger ones
-JUDGE_S = 60.0  # seconds to score; the slowest task needs 10, so the policy's text is the cause
+JUDGE_S = 60.0  # most seconds to score; the slowest task needs 10 for a usual text
 SYSTEM = (
     "Think step by step. Then give the final answer, and nothing else, between <answer> and "
     "</answer>."
@@ -60,7 +60,7 @@ class ReasoningGym:
         rng = random.Random(seed)
         (chosen,) = rng.choices(self.tasks, [task["weight"] for task in self.tasks])
         level = chosen["level"] and rng.randint(*chosen["level"])
-        of_level = {} if level is None else _at(chosen["task"], level)
+        of_level = {} if level is None else _arguments_of_level(chosen["task"], level)
         arguments = of_level | chosen["arguments"]
         self._drawn = chosen["task"], arguments, seed & SEEDS  # the mask keeps parity
         name, arguments, seed = self._drawn
@@ -153,9 +153,9 @@ def _check_arguments(key: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 @functools.lru_cache(256)
-def _at(name: str, level: int) -> dict[str, Any]:
+def _arguments_of_level(name: str, level: int) -> dict[str, Any]:
     """Return the arguments of a level that differ from the task's defaults. An attribute with fewer
-    levels gets its highest."""
+    levels gets its highest level."""
     curriculum = CURRICULA[name]()
     curriculum.set_global_level(level)
     made, usual = (vars(c) for c in (curriculum.generate_configuration(), DATASETS[name][1]()))

@@ -88,8 +88,8 @@ class Textarena:
         self.seat = (
             self._rng.randrange(self.players) if self.fixed_seat is None else self.fixed_seat
         )
-        self._generators = _seeded(seed)
-        await asyncio.to_thread(self._begin, seed)
+        self._generators = _generators_of(seed)
+        await asyncio.to_thread(self._new_game, seed)
         if await self._others_play():
             raise RuntimeError(f"{self.game} ended before the policy's first turn")
         return Start(messages=[{"role": "user", "content": self._observed.strip()}])
@@ -116,19 +116,19 @@ class Textarena:
     async def close(self) -> None:
         self._game = None
 
-    def _begin(self, seed: int) -> None:
+    def _new_game(self, seed: int) -> None:
         with self._own_generators():
-            self._game = _make(self.game, self.options)
+            self._game = _make_game(self.game, self.options)
             self._game.reset(num_players=self.players, seed=seed % 2**32)
 
     def _play(self, move: str) -> bool:
-        """Play the move. True if it ended the game."""
+        """Play the move. Return whether it ended the game."""
         with self._own_generators():
             return self._game.step(move)[0]
 
     async def _others_play(self) -> bool:
         """Play the opponents' moves until the policy's turn, and keep its observation in
-        `_observed`. True if the game ended."""
+        `_observed`. Return whether the game ended."""
         while True:
             player, news = self._game.get_observation()
             text = "\n".join(str(each) for sender, each, _ in news or () if sender != player)
@@ -168,11 +168,12 @@ class Textarena:
 
     @contextmanager
     def _own_generators(self, keep: bool = True) -> Iterator[None]:
-        """Set Python's and NumPy's global generators to this game's state, one game at a time."""
+        """Context in which Python's and NumPy's global generators have this game's state, one game
+        at a time. `keep`: store their state afterwards."""
         with _drawing:
-            yield from self._exchanged(keep)
+            yield from self._exchange_generators(keep)
 
-    def _exchanged(self, keep: bool) -> Iterator[None]:
+    def _exchange_generators(self, keep: bool) -> Iterator[None]:
         others = random.getstate(), np.random.get_state()
         random.setstate(self._generators[0])
         np.random.set_state(self._generators[1])
@@ -196,33 +197,33 @@ def _moves(shown: list[str], rng: random.Random) -> Iterator[str]:
     """Yield random moves: texts shown in brackets, half of them with other digits and letters."""
     for _ in range(TRIES if shown else 0):
         like = rng.choice(shown)
-        yield like if rng.random() < 0.5 else PART.sub(lambda part: _other(part[0], rng), like)
+        yield like if rng.random() < 0.5 else PART.sub(lambda part: _other_part(part[0], rng), like)
 
 
-def _other(part: str, rng: random.Random) -> str:
+def _other_part(part: str, rng: random.Random) -> str:
     if part.isdigit():
         return str(rng.randrange(10))
     first = "A" if part.isupper() else "a"
     return chr(ord(first) + rng.randrange(8))
 
 
-def _seeded(seed: int) -> tuple:
+def _generators_of(seed: int) -> tuple:
     return random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
 
-def _make(game: str, options: dict[str, Any]) -> ta.Env:
+def _make_game(game: str, options: dict[str, Any]) -> ta.Env:
     return ta.make(game + RAW, **options)
 
 
 @functools.cache
 def _players(game: str, players: int | None, options: str) -> int:
-    """Return the number of players, found by trial. `options` is a JSON object. Raises
-    `ConfigError` if none works here."""
+    """Return a number of players with which the game starts here. `options` is a JSON object.
+    Raises `ConfigError` if there is none."""
     error: BaseException = RuntimeError("no number of players")
     before = random.getstate(), np.random.get_state()
     for count in range(1, MOST_PLAYERS + 1) if players is None else [players]:
         try:
-            _make(game, json.loads(options)).reset(num_players=count, seed=1)
+            _make_game(game, json.loads(options)).reset(num_players=count, seed=1)
             return count
         except Exception as raised:  # any error, such as a game's assert or a missing file
             if not isinstance(error, SyntaxError | LookupError | OSError | ImportError):

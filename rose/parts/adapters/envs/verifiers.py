@@ -1,9 +1,9 @@
 """Any installed environment of `verifiers` 0.4 (Prime Intellect), and so of its Environments Hub.
 
-The library's pins conflict with ROSE's, so it has a virtual environment of its own. Its Python
-plays the episodes: each environment host has a process (rose/parts/adapters/gateway/players.py)
-that runs `_verifiers_player.py`. It calls the policy at the gateway, and the reward is the
-rubric's. Episodes that train more than one role are not supported.
+The library's pins conflict with ROSE's, so it has a virtual environment of its own. The Python of
+that environment plays the episodes: each environment host has a process
+(rose/parts/adapters/gateway/players.py) that runs `_verifiers_player.py`. This process calls the
+policy at the gateway. The reward is the rubric's. Episodes can't train more than one role.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rose.parts.adapters.envs.agent import Agent
 
 PLAYER = Path(__file__).with_name("_verifiers_player.py")
 LOAD_S = 600.0  # seconds to import the library and load an environment's data, maybe a download
-WORDS = 1000  # characters from the end of a process's output, in an error
+OUTPUT_CHARACTERS = 1000  # characters from the end of a process's output, in an error
 
 
 class Verifiers(Agent):
     """`python`: path of the Python in the library's virtual environment. `id`: the environment's
     module. `args`: its taskset's settings; `env`: other settings of the library's EnvConfig.
-    `held_out`: the share of the tasks that evaluate, or the settings in which their `args` differ.
+    `held_out`: the share of tasks for evaluation, or the settings in which their `args` differ.
     `most_tasks`: the most tasks that are read, as a taskset may be endless.
-    `renderer`: None lets ROSE render and read messages (chat completions). A map as {name: qwen3}
-    lets the library do so, which then calls the token route.
+    `renderer`: None lets ROSE render and read messages (chat completions). A map such as
+    {name: qwen3} lets the library do so; it then calls the token route.
     `success_at`: the least reward of a success. `environment`: names of further variables that the
     process gets. `listen`: the address at which the gateway listens. Raises `ConfigError`."""
 
@@ -109,7 +109,7 @@ def _load(command: tuple[str, ...], settings: str, given: tuple[str, ...]) -> di
     except ValueError:
         raise ConfigError(
             f"env.args.python={python!r}: must be a Python from 3.11 with verifiers 0.4; it ended "
-            f"with code {done.returncode}: {done.stderr.strip()[-WORDS:]}"
+            f"with code {done.returncode}: {done.stderr.strip()[-OUTPUT_CHARACTERS:]}"
         ) from None
     if "error" in answer:
         values["python"], key = python, answer["key"]

@@ -1,8 +1,8 @@
 """Anthropic's messages: POST /v1/messages, and POST /v1/messages/count_tokens.
 
 In this API a user message contains the tool results. Here each result becomes a message of its own,
-before the user's text. Not supported: images, documents, caching (`cache_control` is ignored),
-server tools, and every field that `FIELDS` marks as refused.
+before the user's text. Images, documents, caching (`cache_control` is ignored), server tools, and
+all fields that `FIELDS` marks as refused are not supported.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def read(body: dict[str, Any]) -> Query:
 
 
 def read_prompt(body: dict[str, Any]) -> Query:
-    """Return the query in the body of a request to count tokens, which has the same fields as a
-    messages request but needs no `max_tokens`. Raises `ApiError`."""
+    """Return the query of a request to count tokens. It has the fields of a messages request, but
+    needs no `max_tokens`. Raises `ApiError`."""
     fields.refuse(body, FIELDS)
     output = take(body, "output_config", dict, {})
     fields.free_text(output.get("format"), "output_config.format")
@@ -69,7 +69,7 @@ def read_prompt(body: dict[str, Any]) -> Query:
     tools = fields.items(take(body, "tools", list, []), "tools")
     return Query(
         tuple(messages),
-        [_tool(tool) for tool in tools],
+        [_tool_schema(tool) for tool in tools],
         fields.count(body, "max_tokens"),
         fields.stops(body, "stop_sequences"),
         fields.rest(body, FIELDS),
@@ -80,30 +80,29 @@ def read_prompt(body: dict[str, Any]) -> Query:
 
 
 def _messages(raw: dict[str, Any], where: str) -> list[Message]:
-    """Convert one message: a user's becomes a message for each tool result, and then one with the
-    text if there is any."""
+    """Convert one message. A user's message becomes a message for each tool result, and then a
+    message with the text, if there is any."""
     role, content = take(raw, "role", str), take(raw, "content", (str, list))
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
     if role == "system":
-        return [Message(role, text)] if (text := _system(_parts(content), where)) else []
+        return [Message(role, text)] if (text := _system(_as_parts(content), where)) else []
     if isinstance(content, str):
         return [Message(role, content)]
     blocks = fields.items(content, f"{where}.content")
     if role == "assistant":
-        return [_assistant(blocks, where)]
-    results = [_result(b, where) for b in blocks if b.get("type") == "tool_result"]
+        return [_assistant_message(blocks, where)]
+    results = [_result_message(b, where) for b in blocks if b.get("type") == "tool_result"]
     texts = _texts([block for block in blocks if block.get("type") != "tool_result"], where)
     return results + ([Message.of(role, texts)] if texts else [])
 
 
-def _parts(content: str | list[Any]) -> list[Any]:
+def _as_parts(content: str | list[Any]) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _system(content: Any, where: str) -> str:
-    """Return the system message's text. As in vLLM, a block that begins with Claude Code's billing
-    line is dropped whole."""
+    """Return the system message's text, without blocks that begin with `BILLING` (as in vLLM)."""
     texts = fields.texts(content, TEXT, where)
     if isinstance(content, str):
         return "".join(fields.system_texts(texts))
@@ -115,7 +114,7 @@ def _texts(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
     return tuple(text for text in fields.texts(blocks, TEXT, where) if text)
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
+def _assistant_message(blocks: list[dict[str, Any]], where: str) -> Message:
     calls, said, thought = [], [], []
     for block in blocks:
         match block.get("type"):
@@ -125,19 +124,19 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
             case "thinking":
                 thought.append(take(block, "thinking", str))
             case "redacted_thinking":
-                continue  # It is encrypted, so no prompt can contain it. vLLM drops it, too.
+                continue  # encrypted, so not for prompts; dropped by vLLM, too
             case _:
                 said.append(block)
     parts = _texts(said, f"{where}.content")
     return Message.of("assistant", parts, calls=tuple(calls), thought="".join(thought))
 
 
-def _result(block: dict[str, Any], where: str) -> Message:
+def _result_message(block: dict[str, Any], where: str) -> Message:
     texts = fields.texts(block.get("content"), TEXT, f"{where}.content")
     return Message("tool", "\n".join(texts), call_id=take(block, "tool_use_id", str, ""))
 
 
-def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+def _tool_schema(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type") not in (None, "custom"):
         raise bad(f"tools: of type {raw['type']!r}; only an agent's own are supported")
     schema = take(raw, "input_schema", dict, {})
@@ -147,22 +146,24 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the response."""
     return _head(answer, model) | {
         "content": _blocks(answer),
-        "stop_reason": _reason(answer),
+        "stop_reason": _stop_reason(answer),
         "stop_sequence": answer.stopped_by,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.tokens)},
     }
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed response."""
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
     empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": _head(answer, model) | empty}
     ]
     for index, block in enumerate(_blocks(answer)):
-        begin, delta = _in_parts(block)
+        begin, delta = _stream_parts(block)
         events += [
             {"type": "content_block_start", "index": index, "content_block": begin},
             {"type": "content_block_delta", "index": index, "delta": delta},
@@ -171,7 +172,7 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
     events += [
         {
             "type": "message_delta",
-            "delta": {"stop_reason": _reason(answer), "stop_sequence": answer.stopped_by},
+            "delta": {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stopped_by},
             "usage": {"output_tokens": len(answer.tokens)},
         },
         {"type": "message_stop"},
@@ -180,6 +181,7 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
 
 
 def refuse(error: ApiError) -> dict[str, Any]:
+    """Return the body of the response to a refused call."""
     kinds = {
         401: "authentication_error",
         403: "permission_error",
@@ -190,7 +192,7 @@ def refuse(error: ApiError) -> dict[str, Any]:
     kind = kinds.get(error.status, "invalid_request_error")
     message = error.message
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # prefix by which clients recognise the error
+        message = f"prompt is too long: {message}"  # a prefix that clients recognise
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -208,8 +210,8 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the block as the stream begins it, and the one delta that completes it."""
+def _stream_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the block with which the stream begins, and the delta that completes it."""
     match block["type"]:
         case "text":
             return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -220,7 +222,7 @@ def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return block | {"input": {}}, {"type": "input_json_delta", "partial_json": written}
 
 
-def _reason(answer: Answer) -> str:
+def _stop_reason(answer: Answer) -> str:
     if answer.stopped_by:
         return "stop_sequence"
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish]

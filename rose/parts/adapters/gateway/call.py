@@ -2,16 +2,15 @@
 
     python -m rose.parts.adapters.gateway.call module:function
 
-This server imports once what the function's file imports. Then it forks a process for each line on
-its standard input (forks.py writes them): a JSON object with the trajectory's `name`, `variables`,
-path of its `log`, and `arguments`. It answers on its standard output with the process's `pid` and,
-when the process has ended, its exit `code`. If the fork fails, it answers with the `error`. The
-server ends with its input. Each process imports the function's own file itself, as a client at its
-top level needs the trajectory's key.
+This server imports the modules that the function's file imports. For each line of its standard
+input (written by forks.py) it then forks a process. The line is a JSON object with the trajectory's
+`name` and `variables`, the path of its `log`, and `arguments`. The server answers on its standard
+output with the process's `pid`, and later with its exit `code`. If the fork fails, it answers with
+the `error`. The server ends with its input. Each process imports the function's own file itself: if
+this file creates an API client at its top level, the client needs the trajectory's key.
 
 An agent's function gets the task (the object in the file ROSE_TASK). Its result, unless None, is
-the reward. A reward function gets the conversations (from the file that is its argument) and the
-task. Either may be async.
+the reward. A reward function gets the conversations (from a file) and the task. Both may be async.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from rose.parts.adapters.gateway import reaper
 from rose.parts.adapters.gateway.program import LOG_MODE
 from rose.reward import function, values
 
-KEPT: list[Any] = []  # the server's finalizers, since freeing them would cost a process time
+KEPT: list[Any] = []  # the server's finalizers, because freeing them takes a process time
 
 
 def preload(name: str) -> None:
-    """Import what the function's file imports at its top. An import that fails here fails again in
-    each process, which reports it."""
+    """Import the modules that the function's file imports at its top. Ignore errors: such an import
+    fails again in each process, which reports it."""
     place = name.rpartition(":")[0]
     sys.path.insert(0, str(Path(place).parent) if place.endswith(".py") else os.getcwd())
     with contextlib.suppress(Exception):
@@ -62,7 +61,7 @@ def preload(name: str) -> None:
 
 
 def call(name: str, arguments: list[str]) -> None:
-    """Call the function and write its result, unless None, as the reward."""
+    """Call the function and write its result, unless None, as the reward. `arguments`: paths."""
     task = json.loads(Path(os.environ["ROSE_TASK"]).read_text(encoding="utf-8"))
     found = function.load(name, "env.args.reward" if arguments else "env.args.function")
     given = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]
@@ -72,8 +71,8 @@ def call(name: str, arguments: list[str]) -> None:
         Path(os.environ["ROSE_REWARD"]).write_text(written, encoding="utf-8")
 
 
-def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
-    """Turn the forked process into a reaper with the function's process below it. Never returns.
+def _run_reaper(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
+    """Turn the forked process into a reaper that runs the function in a child. Never return.
     `foreign`: the server's file descriptors, which are closed here."""
     try:
         signal.set_wakeup_fd(-1)
@@ -85,18 +84,18 @@ def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int,
         for file in (log, *foreign):
             os.close(file)
         reaper.run(lambda: _call(called, order), server)
-    except OSError:  # The log's folder may be gone.
+    except OSError:  # such as a log whose folder is gone
         traceback.print_exc()
     finally:
-        os._exit(1)  # never a second server
+        os._exit(1)  # instead of a second server
 
 
 def _call(called: str, order: dict[str, Any]) -> NoReturn:
-    """Call the function, then end this process with its exit code. The process has no other use."""
+    """Call the function, then end this process with the function's exit code."""
     code = 1
     try:
-        # The finalizers that imports have registered belong to the server (they remove its
-        # temporary folders). torch registers so many that running them takes longer than the agent.
+        # Finalizers that imports have registered belong to the server: they remove its temporary
+        # folders. torch registers so many that running them takes longer than the agent.
         KEPT.append(weakref.finalize._registry)
         weakref.finalize._registry = {}
         os.environ.clear()
@@ -112,7 +111,7 @@ def _call(called: str, order: dict[str, Any]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        threading._shutdown()  # waits for all threads, including those of executors
+        threading._shutdown()  # all threads, including those of executors
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -165,7 +164,7 @@ def serve(called: str) -> None:
                     answer(name=order["name"], error=f"no process can be forked: {error}")
                     continue
                 if pid == 0:
-                    _become(called, order, server, (answers, woken, wake))
+                    _run_reaper(called, order, server, (answers, woken, wake))
                 names[pid] = order["name"]
                 answer(name=order["name"], pid=pid)
 

@@ -1,7 +1,7 @@
 """Readers for the fields of a request's body.
 
-A missing, wrong or unsupported field raises `ApiError`. Each API's module lists in `FIELDS` what
-happens to each field; scripts/tabulate_code.py writes these lists into docs/agents.md.
+A missing, wrong or unsupported field raises `ApiError`. `FIELDS` of each API's module describes the
+use of each field, and scripts/tabulate_code.py writes these lists into docs/agents.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from rose.agent.template import CONVERSATION, served_tool
 from rose.parts.adapters.gateway.session import ApiError
 
-# What happens to a field of a request. A field that is not in the API's `FIELDS` counts as `APART`.
+# The use of a field of a request. A field that is not in the API's `FIELDS` counts as `APART`.
 USED = "used"
 APART = "no effect, but a call that differs in it is no retry"
 IGNORED = "no effect"
@@ -27,7 +27,7 @@ EFFORT = (
     "used: as the template's arguments `reasoning_effort` and `enable_thinking`, which is false "
     "for `none`"
 )
-# vLLM's options that change the prompt from what the chat template gives for the next turn.
+# vLLM's options with which a prompt would differ from the chat template's prompt for the turn.
 PROMPTS = dict.fromkeys(
     ("chat_template", "documents", "continue_final_message", "truncate_prompt_tokens"), REFUSED
 )
@@ -52,11 +52,12 @@ CONSTRAINTS = dict.fromkeys(
 
 
 def bad(message: str) -> ApiError:
+    """Return the error for a request that can't be used."""
     return ApiError(400, message)
 
 
 def take(body: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-    """Return `body[name]`, or `default` where it is absent or null. Raises `ApiError`."""
+    """Return `body[name]`, or `default` if it is absent or null. Raises `ApiError`."""
     value = body.get(name)
     if value is None:
         if default is ...:
@@ -68,7 +69,7 @@ def take(body: dict[str, Any], name: str, kind: type | tuple[type, ...], default
 
 
 def count(body: dict[str, Any], *names: str) -> int | None:
-    """Return the first of the fields `names` that is given, an integer of at least 1."""
+    """Return the first given field of `names`, an integer of at least 1; None if none is given."""
     for name in names:
         value = take(body, name, int, None)
         if value is not None:
@@ -88,8 +89,7 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the texts of `content`: a string, null (no text), or parts whose types are in `kinds`.
-    Raises `ApiError`."""
+    """Return the texts of a string, null, or parts of the types `kinds`. Raises `ApiError`."""
     if content is None or isinstance(content, str):
         return () if content is None else (content,)
     if not isinstance(content, list):
@@ -111,7 +111,7 @@ def system_texts(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def arguments(written: Any, where: str) -> dict[str, Any]:
-    """Return a tool call's arguments, given as an object or as JSON text of one."""
+    """Return a tool call's arguments, which are an object or its JSON text."""
     try:
         value = json.loads(written or "{}") if isinstance(written, str | None) else written
     except (ValueError, RecursionError):
@@ -122,13 +122,14 @@ def arguments(written: Any, where: str) -> dict[str, Any]:
 
 
 def items(value: list[Any], where: str) -> list[dict[str, Any]]:
+    """Return `value`, a list of objects. Raises `ApiError`."""
     if not all(isinstance(each, dict) for each in value):
         raise bad(f"{where}: a list of objects is needed")
     return value
 
 
 def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool as OpenAI's chat API writes it, from {name, description, parameters}."""
+    """Return a tool in the form of OpenAI's chat API, from {name, description, parameters}."""
     take(schema, "name", str)
     take(schema, "description", str, None)
     take(schema, "parameters", dict, None)
@@ -137,15 +138,15 @@ def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def free_text(form: Any, name: str) -> None:
-    """Raise `ApiError` if `form` is not text, as others would need constrained decoding."""
+    """Raise `ApiError` if the output format `form` isn't text: others need constrained decoding."""
     kind = form.get("type", "text") if isinstance(form, dict) else form
     if kind not in (None, "text"):
         raise bad(f"{name}: {json.dumps(kind)[:80]}; only text is supported")
 
 
 def template_args(body: dict[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return the chat template's arguments of a request, by the rules of `vllm serve`. `effort` is
-    the reasoning effort; None where the request names none."""
+    """Return a request's arguments for the chat template, by the rules of `vllm serve`. `effort`:
+    the reasoning effort; None if the request has none."""
     found = dict(take(body, "chat_template_kwargs", dict, {}))
     if reserved := sorted(found.keys() & CONVERSATION):
         raise bad(f"chat_template_kwargs: {reserved[0]} is the conversation's own")
@@ -163,8 +164,8 @@ def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
 
 
 def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-    """Return the fields without effect that still distinguish two calls. How the answer is sent and
-    who asks are not among them."""
+    """Return the fields that distinguish two calls although they have no effect on the answer.
+    Fields about the caller, and about sending the answer, are left out."""
     return {
         name: value
         for name, value in body.items()

@@ -1,4 +1,4 @@
-"""Processes for Python functions, forked from a server that has imported what they need (call.py).
+"""Processes for Python functions, forked from a server that has imported their modules (call.py).
 
 Importing a client's package takes half a second. Without the server, hundreds of trajectories a
 minute would keep two cores busy with imports alone.
@@ -22,6 +22,8 @@ START_S = 120.0  # seconds to import a function's packages; torch from a cold di
 
 
 class Forks:
+    """The servers of this host that fork processes for functions."""
+
     def __init__(self) -> None:
         self._servers: dict[tuple[str, tuple[str, ...]], _Server] = {}
         self._starting = asyncio.Lock()
@@ -35,12 +37,12 @@ class Forks:
         variables: Mapping[str, str],
         log: Path,
     ) -> Program:
-        """Start a process that calls `function` (call.py). `name`, `variables` and `log` are those
-        of `Program.start`, `given` that of `environment`. Raises OSError if none can be started."""
+        """Start a process that calls `function` (call.py). `name`, `variables`, `log`: as in
+        `Program.start`. `given`: as in `environment`. Raises OSError if it can't be started."""
         key = (function, tuple(given))
-        async with self._starting:  # shared by trajectories that begin together
+        async with self._starting:  # shared start of trajectories that begin together
             server = self._servers.get(key)
-            if server is None or server.over:
+            if server is None or server.ended:
                 server = self._servers[key] = await _Server.start(function, given)
         return await server.fork(name, arguments, variables, log)
 
@@ -50,11 +52,13 @@ class Forks:
 
 
 class _Server:
+    """The server that forks processes for one function, seen from the host."""
+
     def __init__(self, function: str, process: asyncio.subprocess.Process) -> None:
         self._function, self._process = function, process
         self._pids: dict[str, asyncio.Future[int]] = {}  # trajectory's name -> pid
         self._codes: dict[str, asyncio.Future[int]] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read_answers())
 
     @classmethod
     async def start(cls, function: str, given: Sequence[str]) -> _Server:
@@ -73,7 +77,7 @@ class _Server:
         return cls(function, process)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return self._reading.done()
 
     async def fork(
@@ -93,13 +97,13 @@ class _Server:
         try:
             await asyncio.wait({pid}, timeout=START_S)
         finally:
-            if not pid.done():  # a cancelled or late start, whose process nothing would watch
-                pid.add_done_callback(_kill)
+            if not pid.done():  # a cancelled or late start, whose process must end
+                pid.add_done_callback(_kill_when_forked)
         if not pid.done():
-            raise OSError(f"what {self._function} imports was not imported within {START_S:g} s")
+            raise OSError(f"the imports of {self._function} took more than {START_S:g} s")
         return Program(name, pid.result(), code, log)
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         while line := await self._process.stdout.readline():
             answer = json.loads(line)
             if "error" in answer:
@@ -124,10 +128,10 @@ class _Server:
 def _fail(future: asyncio.Future[int], cause: str) -> None:
     if not future.done():
         future.set_exception(OSError(cause))
-        future.exception()  # keeps asyncio from logging it where no caller waits
+        future.exception()  # read, so that asyncio doesn't log it
 
 
-def _kill(pid: asyncio.Future[int]) -> None:
+def _kill_when_forked(pid: asyncio.Future[int]) -> None:
     if not pid.cancelled() and pid.exception() is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid.result(), signal.SIGTERM)

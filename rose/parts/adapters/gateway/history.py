@@ -2,11 +2,12 @@
 
 1. If a call's messages extend the conversation of a recorded call, message by message, only the
    tokens of the new messages are appended.
-2. If not (an edited or compacted history, stripped thoughts, other tools, a sub-agent), a branch
-   begins, which the template renders from the start.
+2. Otherwise (an edited or compacted history, stripped thoughts, other tools, a sub-agent), a new
+   branch begins, and the template renders all of its messages.
 
-Every leaf is a training sample. Tokens that leaves share have mask 1 in the first of them only, so
-that each is trained once. Recorded tokens never change: two calls on one node make two children.
+Every leaf is a training sample. Tokens that several samples share have mask 1 only in the first of
+these samples, so that each token is trained once. Recorded tokens never change: if two calls
+continue one node, the node gets two children.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ class Message:
     calls: tuple[Call, ...] = ()
     thought: str = ""
     call_id: str = ""  # id of the call that a tool's message answers
-    parts: tuple[str, ...] = ()  # the texts that `text` joins, where there are several
+    parts: tuple[str, ...] = ()  # the texts joined in `text`, if there are several
     name: str = ""
     # True if the message came without any text. Templates distinguish that from an empty text.
     empty: bool = False
 
     @classmethod
     def of(cls, role: str, parts: tuple[str, ...], **others: Any) -> Message:
-        """Return a message whose text came in `parts`. They are joined as `vllm serve` does."""
+        """Return a message with the text of `parts`, joined as `vllm serve` does."""
         several = parts if len(parts) > 1 else ()
         return cls(role, "\n".join(parts), parts=several, empty=not parts, **others)
 
     def key(self) -> list[Any]:
-        """Return a key that equal messages share. Ids and the notation of arguments don't count."""
+        """Return a key that equal messages share. Ids and the spelling of arguments don't count."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        if self.role == "assistant":  # Its tokens are recorded, so a name that is added is ignored.
+        if self.role == "assistant":  # `name` is left out: agents may add it to answers
             return [self.role, self.text.strip(), calls, self.thought.strip(), *self.parts]
         return [self.role, self.text, calls, self.thought.strip(), self.name, *self.parts]
 
     def rendered(self, chat: ChatFormat) -> dict[str, Any]:
-        """Return the message for chat templates. Special tokens of users and tools become text."""
+        """Return the message for templates. Special tokens of users and tools become plain text."""
         break_marks = chat.neutral if self.role in ("user", "tool") else str
         message: dict[str, Any] = {
             "role": self.role,
@@ -117,6 +118,8 @@ class Place:
 
 
 class History:
+    """The tree of one trajectory's calls."""
+
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self._roots: list[Node] = []
@@ -128,8 +131,8 @@ class History:
         tools: list[dict[str, Any]],
         template_args: dict[str, Any] | None = None,
     ) -> Place:
-        """Place a call after the longest recorded conversation that its messages extend, else at a
-        new root. Raises `CannotExtend` if the template refuses the messages or the arguments."""
+        """Return the place of a call: after the longest recorded conversation that it extends, else
+        at a new root. Raises `CannotExtend` if the template refuses the messages or arguments."""
         chat = self._chat.with_args(template_args or {})
         known = digests(messages, tools, chat.template_args)
         for length in range(len(messages) - 1, 0, -1):
@@ -143,7 +146,7 @@ class History:
         return Place(None, chat.start(rendered, tools))
 
     def place_tokens(self, tokens: Sequence[int]) -> Place:
-        """Place a call by token ids after the longest node whose tokens are a prefix of them."""
+        """Return the place of a call by token ids: after the longest node that `tokens` extend."""
         packed = pack_tokens(tokens)
         best: Node | None = None
         for node in self._nodes():
@@ -154,8 +157,8 @@ class History:
         return Place(best, list(tokens[known:]))
 
     def record(self, place: Place, result: TurnResult, limit: str = "") -> Node:
-        """Add the turn that the policy generated at `place`, and return its node. `limit` names the
-        limit that bounded the turn's tokens."""
+        """Add the turn that the policy generated at `place`, and return its node. `limit`: name of
+        the limit that bounded the turn's tokens."""
         parent, new, made = place.parent, len(place.new), len(result.tokens) // 4
         closed = int(unpack_tokens(result.tokens)[-1]) in self._chat.eos_ids
         node = Node(
@@ -179,14 +182,13 @@ class History:
         node: Node,
         template_args: dict[str, Any] | None = None,
     ) -> None:
-        """Record that a later call with `messages` and then `answer` continues from `node`."""
+        """Record that a later call that begins with `messages` and `answer` continues `node`."""
         node.conversation = (*messages, answer)
         given = self._chat.with_args(template_args or {}).template_args
         self._after.setdefault(digests([*messages, answer], tools, given)[-1], node)
 
     def leaves(self) -> list[Node]:
-        """Remove answers that the agent never received and that no call continues. Then return the
-        leaves, the longest first."""
+        """Drop answers neither delivered nor continued. Return the leaves, the longest first."""
         for node in reversed(self._nodes()):
             if not node.delivered and not node.children:
                 (node.parent.children if node.parent else self._roots).remove(node)
@@ -210,8 +212,7 @@ class History:
 def _appended(
     chat: ChatFormat, new: Sequence[Message], node: Node, tools: bool, system: bool
 ) -> list[int] | None:
-    """Return the tokens of the `new` messages, which follow the node's answer; None if the template
-    can't append them."""
+    """Return the tokens of the messages after the node's answer; None if they can't be appended."""
     if any(message.role not in ("user", "tool") for message in new):
         return None
     try:
@@ -247,11 +248,11 @@ def digests(
     messages: Sequence[Message], tools: list[dict[str, Any]], template_args: dict[str, Any]
 ) -> list[bytes]:
     """Return digests; element i covers the template's arguments, the tools and i messages."""
-    found = [hashlib.sha256(_canonical([tools, template_args])).digest()]
+    found = [hashlib.sha256(_canonical_json([tools, template_args])).digest()]
     for message in messages:
-        found.append(hashlib.sha256(found[-1] + _canonical(message.key())).digest())
+        found.append(hashlib.sha256(found[-1] + _canonical_json(message.key())).digest())
     return found
 
 
-def _canonical(value: Any) -> bytes:
+def _canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True).encode()

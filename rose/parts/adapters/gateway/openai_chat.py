@@ -1,7 +1,7 @@
 """OpenAI's chat completions: POST /v1/chat/completions.
 
 A streamed answer is sent as the API's events once the turn is complete. No schema constrains the
-decoding, as the policy must sample every token by itself. `FIELDS` says which fields are refused.
+decoding, because the policy must sample every token by itself. `FIELDS` lists the refused fields.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read(body: dict[str, Any]) -> Query:
     choice = take(body, "tool_choice", (str, dict), "auto")
     return Query(
         tuple(messages),
-        [_tool(tool) for tool in fields.items(take(body, "tools", list, []), "tools")],
+        [_tool_schema(tool) for tool in fields.items(take(body, "tools", list, []), "tools")],
         fields.count(body, "max_completion_tokens", "max_tokens"),
         fields.stops(body, "stop"),
         fields.rest(body, FIELDS),
@@ -104,13 +104,14 @@ def _message(raw: dict[str, Any], where: str) -> Message:
     return Message.of("assistant", parts, calls=tuple(calls), thought=thought, name=name)
 
 
-def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+def _tool_schema(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type", "function") != "function":
         raise bad(f"tools: of type {raw['type']!r}; only functions are supported")
     return fields.function(take(raw, "function", dict), "tools")
 
 
 def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the response."""
     message = {"role": "assistant", "content": _content(answer), "refusal": None}
     if answer.message.thought:
         message["reasoning_content"] = answer.message.thought
@@ -121,6 +122,7 @@ def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed response."""
     head = _head(answer, model, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if answer.message.thought:
@@ -140,6 +142,7 @@ def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
 
 
 def refuse(error: ApiError) -> dict[str, Any]:
+    """Return the body of the response to a refused call."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}

@@ -66,7 +66,7 @@ def read(body: dict[str, Any]) -> Query:
     reasoning = take(body, "reasoning", dict, {})
     return Query(
         tuple(messages),
-        [_tool(tool) for tool in tools],
+        [_tool_schema(tool) for tool in tools],
         fields.count(body, "max_output_tokens"),
         (),
         fields.rest(body, FIELDS),
@@ -77,12 +77,12 @@ def read(body: dict[str, Any]) -> Query:
 
 
 def _merged(given: list[dict[str, Any]]) -> list[Message]:
-    """Return the items as messages. The API has an item each for a turn's thought, text and calls;
-    successive ones are merged into one assistant message."""
+    """Return the items as messages. The API has separate items for a turn's thought, text and
+    calls. Successive items of a turn are merged into one assistant message."""
     messages: list[Message] = []
     answering = False  # True while the last message is an assistant's that may grow
 
-    def grow(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
+    def extend(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
         last = messages[-1] if answering else None
         if last is None or text and last.text or thought and last.thought:
             found = text, calls, thought
@@ -95,13 +95,13 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
         where, kind = f"input[{i}]", item.get("type", "message")
         own = kind in ("function_call", "reasoning") or item.get("role") == "assistant"
         if kind == "message" and own:
-            grow(_first(item.get("content"), where))
+            extend(_first_text(item.get("content"), where))
         elif kind == "function_call":
             arguments = fields.arguments(item.get("arguments"), where)
-            grow(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
+            extend(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            grow(thought=_first(parts, where))
+            extend(thought=_first_text(parts, where))
         elif kind == "function_call_output":
             output = fields.texts(item.get("output"), TEXT, where)
             messages.append(Message.of("tool", output, call_id=take(item, "call_id", str)))
@@ -120,18 +120,19 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def _first(content: Any, where: str) -> str:
+def _first_text(content: Any, where: str) -> str:
     """Return the first part's text. vLLM ignores an assistant's other parts, too."""
     return next(iter(fields.texts(content, TEXT, where)), "")
 
 
-def _tool(raw: dict[str, Any]) -> dict[str, Any]:
+def _tool_schema(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type") != "function":
         raise bad(f"tools: of type {raw.get('type')!r}; only functions are supported")
     return fields.function(raw, "tools")
 
 
 def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the response."""
     made = len(answer.tokens)
     cut = answer.finish == "length"
     return _head(answer, model, body) | {
@@ -149,6 +150,7 @@ def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed response."""
     begun = _head(answer, model, body) | {"status": "in_progress", "output": [], "usage": None}
     events: list[dict[str, Any]] = [
         {"type": "response.created", "response": begun},

@@ -1,4 +1,4 @@
-"""Play the trajectories of agents with programs of their own, at one gateway for each address."""
+"""Play the trajectories of agents' programs, with one gateway for each address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GatewayPlayer:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._gateways: dict[str, Gateway] = {}  # gateways by the address that they listen on
+        self._gateways: dict[str, Gateway] = {}  # address -> the gateway that listens there
         self._opening = asyncio.Lock()
         self._watchdog: Watchdog | None = None
 
@@ -34,6 +34,7 @@ class GatewayPlayer:
         key: str,
         *rest: Any,
     ) -> Trajectory:
+        """Run the agent's program for one trajectory."""
         gateway = await self._gateway(environment.listen, key)
         return await run_agent(start, environment, gateway, chat, request_turn, limits, key, *rest)
 
@@ -51,7 +52,7 @@ class GatewayPlayer:
                 await asyncio.to_thread(remove_stale)
                 self._gateways[address] = gateway
                 self._watchdog = self._watchdog or Watchdog(HOST)
-                processes.adopt_orphans()  # agents may leave processes behind
+                processes.adopt_orphans()  # such as processes that agents leave behind
             return self._gateways[address]
 
     async def close(self) -> None:

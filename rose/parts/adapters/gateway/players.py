@@ -1,8 +1,8 @@
-"""Processes that play whole episodes of a foreign library, many at once (envs/verifiers.py).
+"""Processes that play whole episodes of a foreign library (envs/verifiers.py).
 
-Each configuration has one process, which its first episode starts. If a cancelled episode does not
-end because its environment blocks the process, the process is killed, and the other episodes fail
-with it. The next episode starts the process again.
+Each configuration has one process, which plays many episodes at once. The first episode starts it.
+If an environment blocks the process, so that a cancelled episode does not end, the process is
+killed. Its other episodes then fail, and the next episode starts the process again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ LINE = 2**24  # most bytes of an answer
 
 
 class Players:
+    """The processes of this host that play episodes."""
+
     def __init__(self) -> None:
         self._processes: dict[tuple[str, ...], _Process] = {}
         self._starting = asyncio.Lock()
@@ -35,20 +37,20 @@ class Players:
     async def start(
         self, verifiers: Verifiers, order: dict[str, Any], take: Callable[[dict[str, Any]], None]
     ) -> Playing:
-        """Start an episode. `order` is that of `Player.play`, with the episode's `name`. `take` is
-        called with an answer that has a reward. Raises OSError if its process can't be started."""
+        """Start an episode. `order`: as in `Player.play` (_verifiers_player.py), with the episode's
+        `name`. `take` receives an answer with a reward. Raises OSError if the start fails."""
         key = (verifiers.settings, *verifiers.command, *verifiers.environment)
         asked = time.monotonic()
-        async with self._starting:  # shared by episodes that begin together
+        async with self._starting:  # shared start of episodes that begin together
             process = self._processes.get(key)
-            if process is None or process.over:
+            if process is None or process.ended:
                 at, error = self._failed.get(key, (0.0, None))
                 if error is not None and at >= asked:  # failed while this episode waited
                     raise OSError(str(error))
-                process = self._processes[key] = await self._begin(key, verifiers)
+                process = self._processes[key] = await self._start_process(key, verifiers)
         return process.play(order, take)
 
-    async def _begin(self, key: tuple[str, ...], verifiers: Verifiers) -> _Process:
+    async def _start_process(self, key: tuple[str, ...], verifiers: Verifiers) -> _Process:
         try:
             return await _Process.start(verifiers)
         except OSError as error:
@@ -61,14 +63,15 @@ class Players:
 
 
 class Playing:
-    """An episode with the methods of a `Program`, so that `_Run` can watch it. `code` becomes 0
-    when its reward arrives, and 1 when it fails."""
+    """An episode, with the methods of a `Program`, so that `_Run` can watch it. `code` becomes 0
+    when the reward arrives, and 1 when the episode fails."""
 
     def __init__(self, name: str, process: _Process, take: Callable[[dict[str, Any]], None]):
         self.name, self._process, self._take, self._error = name, process, take, ""
         self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def answered(self, answer: dict[str, Any]) -> None:
+    def finish(self, answer: dict[str, Any]) -> None:
+        """Set `code` for the answer of the process, a reward or an error."""
         self._error = answer.get("error", "")
         if not self._error:
             try:
@@ -78,13 +81,13 @@ class Playing:
         self.code.set_result(1 if self._error else 0)
 
     def cut_log(self) -> None:
-        """Do nothing: what environments print goes to the environment host's own log."""
+        """Do nothing, because environments print to the environment host's own log."""
 
     def last_words(self) -> str:
         return self._error[-program.LOG_BYTES :]
 
     async def end(self) -> None:
-        """Cancel the episode and wait for its end. After `CANCEL_S` its process is killed."""
+        """Cancel the episode and wait for its end. After `CANCEL_S`, kill its process."""
         if not self.code.done():
             self._process.send({"cancel": self.name})
             await asyncio.wait({self.code}, timeout=CANCEL_S)
@@ -93,10 +96,12 @@ class Playing:
 
 
 class _Process:
+    """A process that plays the episodes of one configuration."""
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._playing: dict[str, Playing] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read_answers())
 
     @classmethod
     async def start(cls, verifiers: Verifiers) -> _Process:
@@ -116,7 +121,7 @@ class _Process:
             line = await asyncio.wait_for(process.stdout.readline(), LOAD_S)
             loaded = json.loads(line or '{"error": "its process ended while it loaded"}')
         except ValueError as error:  # a line that is too long, or cut by the process's end
-            loaded = {"error": f"what it answered can't be read: {error}"}
+            loaded = {"error": f"its answer can't be read: {error}"}
         except TimeoutError:
             loaded = {"error": f"it was not loaded within {LOAD_S:g} s"}
         except BaseException:
@@ -135,7 +140,7 @@ class _Process:
         return cls(process)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return self._reading.done()
 
     def play(self, order: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> Playing:
@@ -146,27 +151,27 @@ class _Process:
     def send(self, order: dict[str, Any]) -> None:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         cause = "the process that plays the episodes has ended"
         try:
             while line := await self._process.stdout.readline():
                 answer = json.loads(line)
                 if (playing := self._playing.pop(answer["name"], None)) is not None:
-                    playing.answered(answer)
+                    playing.finish(answer)
         except ValueError as error:  # a line that is too long, or cut by the process's end
-            cause = f"what the process that plays the episodes answered can't be read: {error}"
-            self._signal()
+            cause = f"an answer of the process that plays the episodes can't be read: {error}"
+            self._kill_all()
         for playing in self._playing.values():
-            playing.answered({"error": cause})
+            playing.finish({"error": cause})
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""
-        self._signal()
+        self._kill_all()
         await self._process.wait()
         await self._reading
 
-    def _signal(self) -> None:
-        """Kill the process and its descendants, since tool servers run in sessions of their own."""
+    def _kill_all(self) -> None:
+        """Kill the process and its descendants, as tool servers run in sessions of their own."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
@@ -175,7 +180,7 @@ class _Process:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the process by closing its input, and kill what is left after `CANCEL_S`."""
+        """Close the process's input, so that it ends. After `CANCEL_S`, kill it."""
         self._process.stdin.close()
         await asyncio.wait({self._reading}, timeout=CANCEL_S)
         await self.kill()

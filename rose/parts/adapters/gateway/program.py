@@ -1,11 +1,11 @@
 """An agent's program: a process for each trajectory, which leaves no process behind.
 
-The program's environment variables are what a program needs to run, the addresses and the key of
-its trajectory, and those that `env.args.environment` names. It gets none of the run's tokens. It
-runs below a reaper (reaper.py), which ends all its processes when the program or the host ends.
-Processes left by a killed reaper are found by the trajectory's name in their environment, and by
-the watchdog if the host is killed, too. Not covered: a program that starts others with a cleared
-environment and then kills its reaper.
+A program's environment variables are the variables that every program needs, the addresses and the
+key of its trajectory, and those of `env.args.environment`. It gets none of the run's tokens. It
+runs below a reaper (reaper.py), which ends all its processes when the program or the host ends. If
+a reaper is killed, this module finds its processes by the trajectory's name in their environment.
+If the host is killed, too, the watchdog finds them. A program that clears the environment of its
+processes and kills its reaper can leave processes behind.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ import psutil
 from rose import processes
 from rose.parts.adapters.gateway import reaper, watchdog
 
-OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # kept, since an agent may import the run's packages
+OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # kept for agents that import the run's packages
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 GATEWAY = "ROSE_GATEWAY_URL"
 HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # name of this process, for the watchdog
-MARK = "ROSE_TRAJECTORY"  # variable with the trajectory's name, which all its processes inherit
+MARK = "ROSE_TRAJECTORY"  # variable with the trajectory's name, for all its processes
 LOG_BYTES = 2000  # bytes from the end of a program's output, for an error
-MOST_LOG = 16 * 2**20  # bytes; a larger log is cut at the next poll
+MOST_LOG = 16 * 2**20  # bytes above which a log is cut, at the next poll
 LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # O_APPEND for logs that are cut
 REAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
-END_S = 2 * reaper.END_S  # seconds to wait for a reaper, which ends within half of this
+END_S = 2 * reaper.END_S  # seconds to wait for a reaper, twice its own limit
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
-    """Return a program's environment: the variables `own`, and those of this process that programs
-    need or that `given` names. A proxy among them is not used for the gateway."""
+    """Return a program's environment: the variables `own`, and variables of this process that
+    programs need or that `given` names. A proxy among them is not used for calls of the gateway."""
     kept = processes.bare_environment((*OWN_PYTHON, *given))
     if any(name.lower() in PROXIES for name in given):
         hosts = (
@@ -54,8 +54,8 @@ def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
 
 
 class Program:
-    """A running program of the trajectory `name`. `pid` is its reaper's. `code` becomes the
-    program's exit code, 128 + N if signal N ended it. `log` is the file with its output."""
+    """A running program of the trajectory `name`. `pid`: its reaper's process id. `code`: becomes
+    the program's exit code, 128 + N if signal N ended it. `log`: the file with its output."""
 
     def __init__(self, name: str, pid: int, code: asyncio.Future[int], log: Path) -> None:
         self.name, self.pid, self.code, self._log = name, pid, code, log
@@ -95,13 +95,12 @@ class Program:
         return printed(self._log, LOG_BYTES)
 
     async def end(self) -> None:
-        """End the program and all its processes. Waits `END_S` at most for the reaper, and for each
-        process that it has left."""
+        """End the program and all its processes. Wait `END_S` at most for each of them."""
         if not self.code.done():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
             await asyncio.wait({self.code}, timeout=END_S)
-        # A reaper that ended by itself, and was not killed, has left no process.
+        # A reaper that was not killed has left no process.
         if self.code.done() and self.code.exception() is None and self.code.result() >= 0:
             return
         for process in await asyncio.to_thread(_family, self.pid, self.name):
@@ -113,7 +112,7 @@ class Program:
 def printed(log: Path, most: int) -> str:
     """Return the last `most` bytes of a program's output; "" if the log can't be read."""
     with contextlib.suppress(OSError):
-        # The program may have replaced its log by a pipe, which would block here.
+        # The program may have replaced its log by a pipe, and opening that must not block.
         file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
         try:
             about = os.fstat(file)
@@ -126,8 +125,8 @@ def printed(log: Path, most: int) -> str:
 
 
 def _family(pid: int, name: str) -> list[psutil.Process]:
-    """Return a reaper's process and its descendants, and those descendants of this process that
-    have the trajectory's name in their environment: their own parents may have ended."""
+    """Return a reaper's process and its descendants. Add those descendants of this process that
+    have the trajectory's name in their environment, because their parents may have ended."""
     found = []
     with contextlib.suppress(psutil.Error):
         top = psutil.Process(pid)

@@ -5,9 +5,10 @@
 A process may leave its group and session and clear its environment, but it can't leave its
 ancestors. If its parent ends, the nearest ancestor that is a subreaper (prctl(2)) becomes its
 parent. So the reaper stays between the host and the program. When the program ends, or the reaper
-gets SIGTERM, the reaper kills its children until none is left; their orphans become its children in
-turn. It ends with the program's exit code, 128 + N if signal N ended the program. It also gets
-SIGTERM when the process that started it ends. It imports nothing of ROSE, to start in milliseconds.
+gets SIGTERM, the reaper kills its children until none is left. Orphans of a killed child become
+children of the reaper, and are killed next. The reaper ends with the program's exit code, 128 + N
+if signal N ended the program. The kernel sends it SIGTERM when the process that started it ends.
+The reaper imports nothing of ROSE, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-END_S = 5.0  # seconds for children to be gone: milliseconds, unless the kernel blocks one
-POLL_S = 0.02  # seconds between two polls for children, as orphans become children in between
+END_S = 5.0  # most seconds of killing; milliseconds unless the kernel blocks a child
+POLL_S = 0.02  # seconds between two polls for children, such as new orphans
 HANDLED = (signal.SIGTERM, signal.SIGCHLD)
-PRCTL = ctypes.CDLL(None).prctl  # resolved at import, since dlsym() is not safe after fork()
+PRCTL = ctypes.CDLL(None).prctl  # resolved at import, because dlsym() is not safe after fork()
 
 
 def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
-    """Run `program` in a child that leads a session of its own. The calling process becomes the
-    reaper. It must have no other threads, and `parent` must be the pid of its parent."""
+    """Run `program` in a child that leads its own session, and become its reaper. The calling
+    process must have no other threads. `parent`: process id of its parent."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     PRCTL(PR_SET_CHILD_SUBREAPER, 1)
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -48,14 +49,14 @@ def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
         os._exit(1)
     code = None
     while code is None:
-        heard = signal.sigwait(HANDLED)
-        code = 128 + heard if heard == signal.SIGTERM else _reap(child)
+        received = signal.sigwait(HANDLED)
+        code = 128 + received if received == signal.SIGTERM else _reap(child)
     _end_children()
     os._exit(code)
 
 
 def _reap(child: int) -> int | None:
-    """Reap all children that have ended. Return the exit code of `child`; None while it runs."""
+    """Reap all ended children. Return the exit code of `child`; None while it runs."""
     code = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -74,7 +75,7 @@ def _end_children() -> None:
         except ChildProcessError:
             return
         for pid in _children():
-            with suppress(OSError):  # It has ended, or it runs as another user, as below sudo.
+            with suppress(OSError):  # has ended, or has another user, as below sudo
                 os.kill(pid, signal.SIGKILL)
         signal.sigtimedwait([signal.SIGCHLD], POLL_S)
 
@@ -85,12 +86,11 @@ def _children() -> list[int]:
         with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [
-            pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _is_of(own, pid)
-        ]
+        pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+        return [pid for pid in pids if _is_child(own, pid)]
 
 
-def _is_of(parent: int, pid: int) -> bool:
+def _is_child(parent: int, pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1]) == parent
@@ -101,8 +101,8 @@ def _is_of(parent: int, pid: int) -> bool:
 def main() -> NoReturn:
     command = sys.argv[1:]
 
-    def become() -> NoReturn:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these two signals.
+    def execute() -> NoReturn:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
             signal.signal(number, signal.SIG_DFL)
         try:
             os.execvp(command[0], command)
@@ -110,7 +110,7 @@ def main() -> NoReturn:
             print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(127)
 
-    run(become, os.getppid())
+    run(execute, os.getppid())
 
 
 if __name__ == "__main__":

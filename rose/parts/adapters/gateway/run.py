@@ -1,9 +1,9 @@
 """Run one trajectory of an agent's program and collect its reward and its tree of tokens.
 
-A program that crashes, is idle for env.step_timeout_s, floods the gateway or ends without a reward
-or a call raises `EnvironmentFailure`: the trajectory is replaced, as with any environment. If it
-crashes because its context or its calls are used up, the policy is the cause. Then the trajectory
-is truncated, with the reward that the program gave, or 0.
+If a program crashes, is idle for env.step_timeout_s, floods the gateway, or ends without a reward
+or a call, `EnvironmentFailure` is raised. The trajectory is then replaced, as with any environment.
+If a program crashes because its context or its calls are used up, the policy is the cause. Then the
+trajectory is truncated, with the reward that the program reported, or 0.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from rose.reward.episode import Episode
 # Most bytes of the file ROSE_REWARD. A reward is short, but an agent may add notes to it.
 REWARD_BYTES = 2**16
 FILES = ("reward.json", "log", "judge.log")  # files in a program's folder
-SCRATCH = "rose-agent-"  # kind of programs' temporary folders
-BEGIN_S = 30.0  # seconds after which a command without a call lets the next one start
+SCRATCH = "rose-agent-"  # start of the names of programs' temporary folders
+BEGIN_S = 30.0  # most seconds that a command without a call delays the next command
 KEPT_BYTES = 2**16  # bytes of a failed program's output that are kept
 POLL_S = 0.25  # seconds between two polls of a program
 
@@ -64,8 +64,8 @@ async def run_agent(
     scoring: Scoring | None = None,
 ) -> Trajectory:
     """Run one episode of a program, as `rose.agent.loop.run_trajectory` does for an environment.
-    `key` is the configuration key of `limits`. Raises `EnvironmentFailure`; cancellation passes
-    through. When this returns, all processes of the program have ended."""
+    `key`: the configuration key of `limits`. Raises `EnvironmentFailure`; a cancellation is passed
+    on. When this returns, all processes of the program have ended."""
     session = Session(start, chat, request_turn, limits, max_context, sampling)
     gateway.admit(session)
     started = clock()
@@ -76,7 +76,7 @@ async def run_agent(
                 reward, success = await run.go(required=scoring is None)
                 if not session.history.leaves():
                     raise _without_a_turn(session)
-            except BaseException as error:  # The failed trajectory is kept with these, for people.
+            except BaseException as error:  # keeps the failed trajectory, for people
                 error.made = _trajectory(start, session, 0.0, False, {}, started, clock())
                 error.output = program.printed(run.log, KEPT_BYTES)
                 raise
@@ -110,7 +110,7 @@ async def run_agent(
 @contextlib.contextmanager
 def _folder(trajectory: str) -> Iterator[Path]:
     """Context of a program's temporary folder. An OSError in it becomes an `EnvironmentFailure`:
-    the disk is full, or the program has removed or replaced what was there."""
+    the disk is full, or the program has changed the folder."""
     try:
         with tempfile.TemporaryDirectory(
             prefix=scratch.prefix(SCRATCH), ignore_cleanup_errors=True
@@ -137,6 +137,8 @@ def remove_stale() -> None:
 
 
 class _Run:
+    """A run of an agent's program."""
+
     def __init__(
         self,
         start: StartTrajectory,
@@ -171,18 +173,18 @@ class _Run:
 
     async def go(self, required: bool) -> tuple[float, bool]:
         """Run the program, then the reward function if there is one. Return (reward, success);
-        (0, False) if no reward is given and none is `required`."""
+        without a reward, (0, False) unless it is `required`."""
         agent = self.agent
         try:
             agent.verify()
         except ConfigError as error:
             raise self._failure(str(error)) from None
         if isinstance(agent, Verifiers):
-            begin, name = self._play(agent), "id: the episode"
+            begin, name = self._start_episode(agent), "id: the episode"
         elif agent.function is None:
-            begin, name = self._command(agent.command), "command"
+            begin, name = self._start_command(agent.command), "command"
         else:
-            begin, name = self._fork(agent.function, self.variables, self.log), "function"
+            begin, name = self._start_function(agent.function, self.variables, self.log), "function"
         await self._execute(begin, name, agents=True)
         required = required and not self._crash_is_truncation
         if agent.reward is None:
@@ -190,11 +192,11 @@ class _Run:
         conversations = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
         transcript = self.folder / "transcript.json"
         self._write(transcript, conversations)
-        self.reward.unlink(missing_ok=True)  # The function's reward replaces the agent's.
+        self.reward.unlink(missing_ok=True)  # replaced by the function's reward
         self.session.reward = None
-        # The reward function doesn't get the key: it must not call the policy.
+        # The reward function gets no key, because it must not call the policy.
         without = {k: v for k, v in self.variables.items() if v != self.session.key}
-        reward_program = self._fork(agent.reward, without, self.judged, str(transcript))
+        reward_program = self._start_function(agent.reward, without, self.judged, str(transcript))
         await self._execute(reward_program, "reward")
         return self._read_reward(required)
 
@@ -204,10 +206,10 @@ class _Run:
         used up. An episode of `Verifiers` doesn't crash then, so its errors come from scoring."""
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
-    async def _command(self, argv: list[str]) -> Program:
-        """Start the agent's command with a permit of `gateway.beginning`, held until its first call
-        but at most `BEGIN_S`. Before that call a command is busy with imports; if all commands of a
-        batch began at once, none would call for a long time. Raises OSError."""
+    async def _start_command(self, argv: list[str]) -> Program:
+        """Start the agent's command with a permit of `gateway.beginning`. The permit is held until
+        the command's first call, for `BEGIN_S` at most. Until then commands are busy with imports,
+        and without permits a batch of them would delay all first calls. Raises OSError."""
         places = self.gateway.beginning
         with _workers.QUEUED.get()():
             await places.acquire()
@@ -227,13 +229,13 @@ class _Run:
         asyncio.get_running_loop().call_later(BEGIN_S, release)
         return running
 
-    def _fork(
+    def _start_function(
         self, function: str, variables: dict[str, str], log: Path, *arguments: str
     ) -> Awaitable[Program]:
         given, forks = self.agent.environment, self.gateway.forks
         return forks.start(self.start.id, function, arguments, given, variables, log)
 
-    def _play(self, verifiers: Verifiers) -> Awaitable[Playing]:
+    def _start_episode(self, verifiers: Verifiers) -> Awaitable[Playing]:
         def take(answer: dict[str, Any]) -> None:
             """Take an episode's reward and metrics. Raises `ValueError`."""
             reward, _ = reward_of(answer["reward"], "the episode")
@@ -254,8 +256,8 @@ class _Run:
     async def _execute(
         self, begin: Awaitable[Program | Playing], name: str, agents: bool = False
     ) -> None:
-        """Run the program of env.args.`name` to its end. Raises `EnvironmentFailure` if it fails,
-        unless it is the agent's own program (`agents`) and its context or its calls are used up."""
+        """Run the program of env.args.`name` to its end. Raises `EnvironmentFailure` if it fails.
+        The agent's own program (`agents`) may crash if its context or its calls are used up."""
         what = f"{self.key}.args.{name}"
         try:
             running = await begin
@@ -263,7 +265,7 @@ class _Run:
             raise self._failure(f"{what} can't be started: {error}") from error
         try:
             code = await self._watch(running)
-        except OSError as error:  # The process that forked it has ended.
+        except OSError as error:  # the end of the process that forked it
             raise self._failure(f"{what}: {error}", running) from error
         finally:
             await asyncio.shield(running.end())
@@ -272,7 +274,7 @@ class _Run:
 
     async def _watch(self, running: Program | Playing) -> int:
         """Wait for the program's end and return its exit code. Raises `EnvironmentFailure` if it is
-        idle for too long, or its session fails."""
+        idle for too long, or if its session fails."""
         began, limit = time.monotonic(), self.limits.step_timeout_s
         ends = {running.code, self.session.failed}
         while True:
@@ -316,9 +318,8 @@ class _Run:
 
 
 def _json(path: Path) -> Any:
-    """Return the JSON in a file. The program may have written anything there, or left a pipe, which
-    must not block the read. Raises OSError, `RecursionError`, and a `ValueError` that describes
-    what the file holds instead."""
+    """Return the JSON in a file. The program may have written anything, or left a pipe, which must
+    not block the read. Raises OSError, `RecursionError`, `ValueError`."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         about = os.fstat(file)

@@ -5,7 +5,7 @@
     POST /v1/messages             Anthropic's messages
     POST /inference/v1/generate   vLLM's token route
     GET  /v1/models               and GET /v1/models/NAME
-    POST /reward                  the trajectory's, as {"reward": 1.0, "success": true}
+    POST /reward                  the trajectory's reward: {"reward": 1.0, "success": true}
 
 Every call has its trajectory's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. If a client
 disconnects, its call goes on; the client can send the call again and gets the same answer.
@@ -40,10 +40,10 @@ from rose.parts.adapters.gateway.players import Players
 from rose.parts.adapters.gateway.session import Answer, ApiError, Query, Session
 from rose.reward.episode import ScoringFailed, score_of
 
-BEGINNING_PER_CORE = 2  # commands that begin at once: one computes while another waits for disk
-MEMBERS = 16  # gzip members of a body at most: each copies the rest of the body
+BEGINNING_PER_CORE = 2  # commands that begin at once: one computes, another waits for the disk
+MEMBERS = 16  # most gzip members of a body, as each copies the rest of the body
 MAX_BODY = 32 * 2**20  # bytes; the text of a context of a million tokens has 5 MB
-CHARSETS = ("utf-8", "ascii", "iso8859-1", "utf-16", "utf-32")
+CHARSETS = ("utf-8", "ascii", "iso8859-1", "utf-16", "utf-32")  # all fast to decode in Python
 EITHER = 32 + zlib.MAX_WBITS  # zlib's value for "detect gzip or zlib format by the header"
 KEPT_KEYS = 4096  # keys of ended trajectories, whose late calls get status 410 instead of 401
 PING_S = 10.0  # seconds between pings on a waiting stream; clients time out after 30 to 600
@@ -58,8 +58,7 @@ COUNT = "/v1/messages/count_tokens"
 
 
 class Gateway:
-    """The HTTP server and its sessions. `model` is the policy's name for calls that name no
-    model."""
+    """The HTTP server and its sessions. `model`: the policy's name, if a call names no model."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -74,13 +73,13 @@ class Gateway:
 
     async def open(self, host: str, port: int = 0) -> None:
         """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_json])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_refuse_unknown])
         for path in ROUTES:
-            app.router.add_post(path, self._call, expect_handler=_expected)
-        app.router.add_post(COUNT, self._count_tokens, expect_handler=_expected)
-        app.router.add_get("/v1/models", self._models, expect_handler=_expected)
-        app.router.add_get("/v1/models/{name:.+}", self._models, expect_handler=_expected)
-        app.router.add_post("/reward", self._reward, expect_handler=_expected)
+            app.router.add_post(path, self._call, expect_handler=_answer_expect)
+        app.router.add_post(COUNT, self._count_tokens, expect_handler=_answer_expect)
+        app.router.add_get("/v1/models", self._models, expect_handler=_answer_expect)
+        app.router.add_get("/v1/models/{name:.+}", self._models, expect_handler=_answer_expect)
+        app.router.add_post("/reward", self._reward, expect_handler=_answer_expect)
         # aiohttp must not decompress, so that unknown encodings are refused in the API's form.
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
@@ -102,17 +101,18 @@ class Gateway:
             await self._runner.cleanup()
 
     def admit(self, session: Session) -> None:
+        """Accept calls of the session."""
         self._sessions[session.key] = session
 
     def dismiss(self, session: Session) -> None:
-        """End the session. Its running calls and later ones are answered with status 410."""
+        """End the session. Its running calls and all later calls get status 410."""
         self._sessions.pop(session.key, None)
         self._ended.append(session.key)
         session.close()
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session whose key the request has. Each key is compared in constant time.
-        Raises `ApiError` for an unknown key or an ended trajectory."""
+        """Return the session of the request's key. Each key is compared in constant time. Raises
+        `ApiError` for an unknown key or an ended trajectory."""
         shown = request.headers.get("x-api-key") or request.headers.get("Authorization", "")
         scheme, _, credential = shown.partition(" ")
         shown = credential.strip() if scheme.lower() == "bearer" else shown
@@ -128,6 +128,7 @@ class Gateway:
         raise ApiError(401, "no or a wrong API key", "invalid_api_key")
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
+        """Answer a call of one of the `ROUTES`."""
         api = ROUTES[request.path]
         try:
             session = self._session(request)
@@ -137,15 +138,15 @@ class Gateway:
                 streamed = fields.take(body, "stream", bool, False)
                 model = fields.take(body, "model", str, self._model)
         except ApiError as error:
-            return _refused(api, error)
+            return _refusal(api, error)
         task = asyncio.ensure_future(session.answer(query))
         if streamed:
             return await self._stream(request, api, task, model, body)
         try:
             answer = await task
         except ApiError as error:
-            return _refused(api, error)
-        _delivered(request, answer)
+            return _refusal(api, error)
+        _mark_delivered(request, answer)
         return web.json_response(api.write(answer, model, body))
 
     async def _stream(
@@ -157,11 +158,11 @@ class Gateway:
         body: dict[str, Any],
     ) -> web.StreamResponse:
         """Send the turn's events once it is complete, and pings until then. A refusal within
-        `PING_S` has its own HTTP status, as without streaming; a later one is an event."""
+        `PING_S` has its own HTTP status, as without streaming; a later refusal is an event."""
         await asyncio.wait({task}, timeout=PING_S)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if task.done() and isinstance(task.exception(), ApiError):
-            return _refused(api, task.exception())
+            return _refusal(api, task.exception())
         try:
             await response.prepare(request)
             while not task.done():
@@ -174,7 +175,7 @@ class Gateway:
                 return response
             answer = task.result()
             await response.write(b"".join(api.stream(answer, model, body)))
-            _delivered(request, answer)
+            _mark_delivered(request, answer)
             await response.write_eof()
         except ConnectionError:  # The client disconnected. It may send the call again.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -188,7 +189,7 @@ class Gateway:
                 query = await _read_query(request, anthropic_messages.read_prompt, body)
                 count = await session.prompt_tokens(query)
         except ApiError as error:
-            return _refused(anthropic_messages, error)
+            return _refusal(anthropic_messages, error)
         return web.json_response({"input_tokens": count})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -196,7 +197,7 @@ class Gateway:
             with self._session(request).counted(is_call=False):
                 pass
         except ApiError as error:
-            return _refused(openai_chat, error)
+            return _refusal(openai_chat, error)
         asked = request.match_info.get("name")
         model = _model(asked or self._model)
         return web.json_response(model if asked else {"object": "list", "data": [model]})
@@ -211,7 +212,7 @@ class Gateway:
                 except ValueError as error:
                     raise fields.bad(str(error)) from None
         except ApiError as error:
-            return _refused(openai_chat, error)
+            return _refusal(openai_chat, error)
         return web.json_response({"ok": True})
 
 
@@ -223,24 +224,24 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _api_of(request: web.Request) -> ModuleType:
-    """Return the API that gives a refusal its form where no route answers the request."""
+    """Return the API whose form a refusal gets if no route answers the request."""
     return anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
 
 
-async def _expected(request: web.Request) -> web.Response | None:
+async def _answer_expect(request: web.Request) -> web.Response | None:
     """Answer the header Expect. Only 100-continue is supported."""
     expected = request.headers.get("Expect", "")
     if expected.lower() != "100-continue":
         words = f"Expect: {expected[:80]!r}; there is 100-continue"
-        return _refused(_api_of(request), ApiError(417, words))
+        return _refusal(_api_of(request), ApiError(417, words))
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # The writer should count the answer's bytes alone.
+        request.writer.output_size = 0  # counts the answer's bytes alone
     return None
 
 
 @web.middleware
-async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _refuse_unknown(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse unknown routes and methods in the form of the API to which the path belongs."""
     try:
         return await handler(request)
@@ -248,15 +249,15 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         api = _api_of(request)
         known = ", ".join(f"POST {path}" for path in (*ROUTES, COUNT, "/reward"))
         words = f"{request.method} {request.path[:200]}: there are {known} and GET /v1/models"
-        refused = _refused(api, ApiError(error.status, words, "not_found"))
+        refused = _refusal(api, ApiError(error.status, words, "not_found"))
         if allowed := error.headers.get("Allow"):
             refused.headers["Allow"] = allowed
         return refused
 
 
 def reward_of(value: Any, whose: str) -> tuple[float, bool]:
-    """Return (reward, success) of a reward's JSON value. Without `success` in it, a reward of at
-    least 1 is a success. `whose` names the value's source in errors. Raises `ValueError`."""
+    """Return (reward, success) of a reward's JSON value. If it has no `success`, a reward of at
+    least 1 is a success. `whose`: the value's source, for errors. Raises `ValueError`."""
     try:
         score = score_of(value, whose)
     except ScoringFailed as error:
@@ -265,6 +266,7 @@ def reward_of(value: Any, whose: str) -> tuple[float, bool]:
 
 
 async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
+    """Return the JSON object in the request's body. Raises `ApiError`."""
     try:
         async with asyncio.timeout(limit_s):
             data = _decoded(request, await request.read())
@@ -305,8 +307,7 @@ def _decoded(request: web.Request, data: bytes) -> bytes:
 
 
 def _charset(request: web.Request) -> str:
-    """Return the body's character set. Raises `ApiError` for one that is not in `CHARSETS`: some of
-    Python's decoders take minutes."""
+    """Return the body's character set. Raises `ApiError` unless it is in `CHARSETS`."""
     named = request.charset or "utf-8"
     try:
         known = codecs.lookup(named).name
@@ -328,12 +329,12 @@ async def _read_query(request: web.Request, read: Callable[[Any], Query], body: 
     return await asyncio.to_thread(read, body)
 
 
-def _refused(api: ModuleType, error: ApiError) -> web.Response:
+def _refusal(api: ModuleType, error: ApiError) -> web.Response:
     headers = {"Retry-After": "1"} if error.status == 429 else None
     return web.json_response(api.refuse(error), status=error.status, headers=headers)
 
 
-def _delivered(request: web.Request, answer: Answer) -> None:
+def _mark_delivered(request: web.Request, answer: Answer) -> None:
     """Mark the answer as delivered, unless the client has disconnected."""
     if request.transport is not None and not request.transport.is_closing():
         answer.node.delivered = True

@@ -1,8 +1,8 @@
 """The calls of one trajectory. Each becomes one turn, even if the agent sends it several times.
 
 Two requests with the same history and the same parameters are the same call: the second waits for
-the first, or gets its recorded answer. Temperature, top_p and the like are the run's, whatever the
-agent sends, because the policy must be trained on its own samples. HTTP is in server.py.
+the first, or gets its recorded answer. The run sets temperature, top_p and similar parameters, and
+ignores those of the agent, because the policy must be trained on its own samples.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rose.protocol import (
     unpack_tokens,
 )
 
-# End marks tried to find a turn's first call, as strings may have marks too. Each costs a parse.
+# Most end marks to try for the end of a turn's first call. Strings may contain marks, too.
 MOST_MARKS = 8
 MOST_OPEN = 16  # open requests of one trajectory; no framework starts as many sub-agents
-# Refused calls, or repeated ones, after which the agent counts as broken and is ended.
+# Number of refused calls, or of repeated calls, after which an agent is ended as broken.
 MOST_REFUSED = 256
-MESSAGE_CHARACTERS = 50  # characters that take as long to read as a message's frame
-RATE = 50.0  # calls a second in the mean, more than any model answers
-BURST = 500  # calls at once, those of ten seconds
+MESSAGE_CHARACTERS = 50  # size of a message without its text, in characters
+RATE = 50.0  # most calls per second on average, more than any model answers
+BURST = 500  # most calls at once, those of ten seconds
 
 
 class ApiError(Exception):
@@ -62,7 +62,7 @@ class Query:
     tools: list[dict[str, Any]] = field(default_factory=list)  # OpenAI function schemas
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    others: dict[str, Any] = field(default_factory=dict)  # other fields in which two calls differ
+    others: dict[str, Any] = field(default_factory=dict)  # other fields that distinguish calls
     tokens: tuple[int, ...] = ()  # prompt of a call by token ids, which has no messages
     calls_tools: bool = True  # False: tool calls in the answer are returned as text
     parallel: bool = True  # False: the turn ends with its first call
@@ -70,17 +70,18 @@ class Query:
 
     @property
     def characters(self) -> int:
-        """Count the characters of all messages."""
+        """Number of characters in all messages."""
         return sum(len(message.text) for message in self.messages)
 
     @property
     def size(self) -> int:
-        """Count the characters that take time to read: those of messages, calls and tools."""
+        """Number of characters that take time to read, in messages, calls and tools."""
         calls = [call.arguments for message in self.messages for call in message.calls]
         frames = MESSAGE_CHARACTERS * len(self.messages)
         return self.characters + frames + len(json.dumps([self.tools, calls], default=str))
 
     def digest(self) -> bytes:
+        """Return a digest that equal calls share."""
         history = digests(self.messages, self.tools, self.template_args)[-1]
         rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
         rest += [self.parallel]
@@ -91,6 +92,8 @@ class Query:
 
 @dataclass(frozen=True)
 class Answer:
+    """The answer to a call, the same for all APIs."""
+
     node: Node
     message: Message
     finish: str  # stop, length or tool_calls
@@ -139,7 +142,7 @@ class Session:
     @property
     def idle_s(self) -> float:
         """Seconds since the agent's last call began or was answered; 0 while it waits for an
-        answer. Reading a call's body is not waiting. Token counts and models are no calls."""
+        answer. The arrival of a body is no wait. Token counts and model lists are no calls."""
         return 0.0 if self._waiting else self._clock() - self._active_at
 
     @property
@@ -183,7 +186,7 @@ class Session:
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             return least
-        async with self._counting:  # a count at a time, as other agents' turns would wait
+        async with self._counting:  # a single count at a time, as other agents' turns would wait
             place = await self._chat.in_thread(query.size, self._place, query)
         return len(place.context) // 4
 
@@ -212,7 +215,7 @@ class Session:
             self.cut += task.cancel()
 
     def _count(self) -> None:
-        """Take one request from the token bucket. Raises `ApiError` beyond a bound."""
+        """Count a request, with a token bucket. Raises `ApiError` beyond a bound."""
         now = self._clock()
         self._allowance = min(BURST, self._allowance + RATE * (now - self._counted_at)) - 1
         self._counted_at = now
@@ -226,6 +229,7 @@ class Session:
             raise error
 
     def _refuse(self, error: ApiError) -> None:
+        """Count a refused call, and end an agent with too many of them."""
         self._refused += 1
         if self._refused >= MOST_REFUSED:
             self._fail(
@@ -234,8 +238,7 @@ class Session:
             )
 
     def _count_replay(self) -> None:
-        """Count a repeated call, and end an agent that repeats calls too often: it may wait for the
-        answer to change, which never happens."""
+        """Count a repeated call, which gets no new answer. End an agent that repeats too many."""
         self._replays += 1
         if self._replays >= MOST_REFUSED:
             self._fail(
@@ -262,6 +265,7 @@ class Session:
             raise error
 
     def _too_long(self, tokens: str) -> ApiError:
+        """Return the error of a prompt that doesn't fit into the context."""
         self.limit = "context"
         self.too_long = (
             f"the messages have {tokens} tokens; the model's context holds {self._max_context} "
@@ -270,6 +274,7 @@ class Session:
         return ApiError(400, self.too_long, "context_length_exceeded")
 
     async def _take_turn(self, query: Query) -> Answer:
+        """Have the policy generate a turn for the call. Raises `ApiError`."""
         place = await self._chat.in_thread(query.size, self._place, query)
         context = place.context
         room = self._max_context - len(context) // 4
@@ -291,6 +296,7 @@ class Session:
         return self._record(query, place, result, limit)
 
     def _place(self, query: Query) -> Place:
+        """Return the call's place in the history. Raises `ApiError`."""
         if query.tokens:
             # An engine without a tokenizer doesn't check this, and an unknown id would crash it.
             if (highest := max(query.tokens)) >= self._chat.vocabulary:
@@ -321,8 +327,9 @@ class Session:
         )
 
     def _record(self, query: Query, place: Place, result: TurnResult, limit: str) -> Answer:
+        """Add the turn to the history and return it as an answer."""
         chat = self._chat.with_args(query.template_args)
-        result, text, stopped_by = _stop(chat, result, query.stop)
+        result, text, stopped_by = _until_stop(chat, result, query.stop)
         if not query.parallel and query.calls_tools:
             result, text = _first_call(chat, result, text, query.tools)
         node = self.history.record(place, result, limit)
@@ -380,8 +387,8 @@ def _first_call(
 
 
 def _cut(result: TurnResult, kept: int) -> TurnResult:
-    """Return the turn with only its first `kept` tokens. The agent never sees the tokens after
-    them, so they are not part of the trajectory."""
+    """Return the turn with only its first `kept` tokens. The agent never gets the other tokens, so
+    they are not part of the trajectory."""
     return msgspec.structs.replace(
         result,
         tokens=result.tokens[: 4 * kept],
@@ -391,11 +398,11 @@ def _cut(result: TurnResult, kept: int) -> TurnResult:
     )
 
 
-def _stop(
+def _until_stop(
     chat: ChatFormat, result: TurnResult, stops: tuple[str, ...]
 ) -> tuple[TurnResult, str, str | None]:
-    """Return the turn up to the token that completes the first stop string, the text before this
-    string, and the string (None without one)."""
+    """Cut the turn behind the token that completes the first stop string. Return the turn, the text
+    before this string, and the string (None if there is none)."""
     tokens = unpack_tokens(result.tokens)
     text = chat.decode(tokens)
     found = [(text.find(stop), stop) for stop in stops if stop in text]

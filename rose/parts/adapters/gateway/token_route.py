@@ -1,7 +1,6 @@
 """vLLM's token route: POST /inference/v1/generate takes and returns token ids.
 
-It serves training clients that render messages by themselves. Not supported: image features, and
-text output.
+It serves training clients that render messages by themselves. Not supported: images, text output.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ def read(body: dict[str, Any]) -> Query:
 
 
 def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the response."""
     made = len(answer.tokens)
     usage = {
         "prompt_tokens": answer.prompt_tokens,
@@ -61,6 +61,7 @@ def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the events of a streamed response."""
     return [f"data: {json.dumps(write(answer, model, body))}\n\n".encode(), DONE]
 
 

@@ -3,9 +3,9 @@
     python -m rose.parts.adapters.gateway.watchdog NAME
 
 The watchdog waits for the end of its standard input, which only the host holds open. Then it kills
-every process that was started with the host's name in its environment variables. A reaper
-(reaper.py) ends the processes below itself; the watchdog covers what a killed reaper has left, and
-what `verifiers` has started. It can't find processes among these whose environment was cleared.
+every process that was started with the host's name in its environment variables. Usually a reaper
+(reaper.py) has ended a program's processes before. The watchdog ends processes that a killed reaper
+has left, and processes of `verifiers`. It can't find processes that cleared these variables.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import time
 
 import psutil
 
-MARK = "ROSE_HOST"  # variable with the host's name, which all processes of programs inherit
-END_S = 10.0  # seconds for all processes to be gone, as a program may go on to start others
+MARK = "ROSE_HOST"  # environment variable with the host's name, in all processes of programs
+END_S = 10.0  # most seconds of killing, because a program may still start processes
 
 
 class Watchdog:
-    """A watchdog for this process, whose programs have `name` as `MARK`. Raises OSError."""
+    """The watchdog of this host, whose programs have `name` as `MARK`. Raises OSError."""
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, "-m", "rose.parts.adapters.gateway.watchdog", name]
@@ -32,23 +32,23 @@ class Watchdog:
         )
 
     def close(self) -> None:
-        """End the programs that are left."""
+        """Have the watchdog kill the remaining programs, and wait until it ends."""
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2 * END_S)
 
 
 def end_all(name: str) -> None:
-    """Kill the processes with `name` as `MARK` until none is left, for at most `END_S`."""
+    """Kill the processes with `name` in `MARK` until none is left, for at most `END_S`."""
     until = time.monotonic() + END_S
-    while (found := _bearing(name)) and time.monotonic() < until:
+    while (found := _marked(name)) and time.monotonic() < until:
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)
 
 
-def _bearing(name: str) -> list[psutil.Process]:
+def _marked(name: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""The store in which a host keeps the states of its sandboxes (`rose.agent.playing.Store`)."""
+"""The store of the sandboxes of an environment host (`rose.agent.playing.Store`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rose.parts.sandbox.engine import Engine
 
 
 class HostStore(Engine):
-    """A host's store, with the policy by which its sandboxes are saved (sandbox.checkpoints)."""
+    """A host's store, with its policy for checkpoints (sandbox.checkpoints)."""
 
     policy: str
 
 
 async def open_store(config: Config, snapshots: Path, recorder: NullRecorder) -> HostStore | None:
-    """Open the store of this host's sandboxes, which keeps their states while their trajectories
-    have a folder in `snapshots`. None if sandbox.checkpoints=none. Raises `ConfigError`."""
+    """Open the store of this host's sandboxes. It keeps a sandbox's states while its trajectory has
+    a folder in `snapshots`. Return None if sandbox.checkpoints=none. Raises `ConfigError`."""
     c = config.sandbox
     if c.checkpoints == "none":
         return None

@@ -31,6 +31,9 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Task:
+    """A task. `image`: its root file system, None for the host's. `agent_s`, `verifier_s`: most
+    seconds of the episode and of the tests. `limits`: fields of `sandbox.Limits` that it sets."""
+
     name: str
     folder: Path
     instruction: str
@@ -38,9 +41,7 @@ class Task:
     workdir: str = "/app"
     agent_s: float = TIMEOUT_S
     verifier_s: float = TIMEOUT_S
-    limits: tuple[
-        tuple[str, float], ...
-    ] = ()  # fields of rose.parts.sandbox.Limits that the task sets
+    limits: tuple[tuple[str, float], ...] = ()
     digest: str = ""  # the folder's digest when it was read
 
     def verify(self) -> None:
@@ -66,8 +67,8 @@ class Task:
 
 @functools.lru_cache(16)
 def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Return (training, held-out) tasks of a folder: from its folders train and held_out, or split
-    by the hash of their names. Raises `ConfigError` that names the broken tasks."""
+    """Return the training and held-out tasks of a folder: from its folders train and held_out, or
+    split by hashes of the names. Raises `ConfigError` that names the broken tasks."""
     root = Path(place)
     if not root.is_dir():
         raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
@@ -75,7 +76,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     split = [(root / name).is_dir() for name in SPLITS]
     folders = [root / name for name in SPLITS] if all(split) else [root]
     broken: list[str] = []
-    read = [[_read(p, root, broken) for p in _folders(f)] for f in folders]
+    read = [[_try_to_read(p, root, broken) for p in _folders(f)] for f in folders]
     if broken:
         shown = "; ".join(broken[:8]) + (f"; and {len(broken) - 8} more" if broken[8:] else "")
         raise ConfigError(f"env.args.tasks={place!r}: {shown}")
@@ -90,7 +91,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in it that may be tasks. Hidden ones, as a checkout's .git, are not."""
+    """Return the subfolders that may be tasks: all except hidden ones, such as .git."""
     return [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
 
 
@@ -106,8 +107,8 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     return words if both else ""
 
 
-def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
-    """Return a warning about images whose top folder has files of other users, else "". Sandboxes
+def foreign_files_doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
+    """Return a warning about images whose top folder has files of other users, else "". A sandbox
     without root can't change such files."""
     user = os.geteuid()
     images = {task.image: task.name for task in (*train, *held_out) if task.image and user}
@@ -120,18 +121,18 @@ def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     return words if found else ""
 
 
-@functools.cache  # Each trajectory makes an environment of its own.
+@functools.cache  # cached, because each trajectory creates an environment
 def _all_of(user: int, image: str) -> bool:
-    """True if all entries of a folder belong to the user."""
+    """True if all entries of the folder `image` belong to the user."""
     with os.scandir(image) as entries:
         return all(entry.stat(follow_symlinks=False).st_uid == user for entry in entries)
 
 
-def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
-    """Return a task; None, and add the error to `broken`, if it can't be read."""
+def _try_to_read(folder: Path, root: Path, broken: list[str]) -> Task | None:
+    """Return a task. If it can't be read, add the error to `broken` and return None."""
     name = str(folder.relative_to(root))
     try:
-        return _task(folder, name)
+        return _read_and_check(folder, name)
     except (ValueError, OSError) as error:
         broken.append(f"task {name}: {error}")
         return None
@@ -145,7 +146,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path.name}: {error}") from None
 
 
-def _task(folder: Path, name: str) -> Task:
+def _read_and_check(folder: Path, name: str) -> Task:
     instruction = _text(folder / "instruction.md").strip()
     if not instruction:
         raise ValueError("no instruction.md, or an empty one")

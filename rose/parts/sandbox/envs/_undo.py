@@ -1,9 +1,9 @@
 """Earlier states of a sandbox, which its agent can restore: one from before each recent command.
 
 Each state is a full capture in a folder of this machine (`Sandbox.capture`). It includes processes
-if CRIU is installed, else only files and the shell's variables. The next process removes folders
-left by a killed one. All states of a process together may take `SHARE` of their disk's free space;
-beyond that the oldest are removed, whichever sandbox they belong to.
+if CRIU is installed, else only files and the shell's variables. If a process is killed, the next
+process removes its folders. All states of a process together may take `SHARE` of their disk's free
+space. Beyond that, the oldest states of all sandboxes are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rose.parts.sandbox import Sandbox, SandboxError, Spec, probe
 MOST = 8  # states of a sandbox, each as large as the sandbox's disk and memory at most
 SHARE = 0.25  # share of the space that is free or holds states; other hosts use the same disk
 BLOCK = 512  # bytes of a block as counted by st_blocks
-PREFIX = f"rose-undo-{os.geteuid()}-"  # start of a folder's name; its process's mark follows
+PREFIX = f"rose-undo-{os.geteuid()}-"  # start of a folder's name, before the mark of its process
 
 
 @dataclass(eq=False)
@@ -37,8 +37,7 @@ _held: list[_State] = []  # states of all sandboxes of this process, the oldest 
 
 
 class Undo:
-    """The states of a sandbox. `resumed`: the sandbox was restored from a checkpoint, so states
-    before its earlier commands are not here."""
+    """The states of a sandbox. `resumed`: a restore from a checkpoint has lost earlier states."""
 
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
@@ -50,14 +49,14 @@ class Undo:
     async def keep(self, box: Sandbox, command: str) -> None:
         """Capture the current state, before `command` changes it."""
         problem = ""
-        for kind in reversed(box.capture_kinds):  # the fullest kind first, with processes
+        for kind in reversed(box.capture_kinds):  # most complete kind first
             folder = self._folder / str(next(self._numbers))
             try:
                 await box.capture(kind, folder)
             except SandboxError as error:
                 problem = str(error)
             else:
-                state = _State(command, folder, bytes=await asyncio.to_thread(_size, folder))
+                state = _State(command, folder, bytes=await asyncio.to_thread(_disk_bytes, folder))
                 self._states.append(state)
                 _held.append(state)
                 break
@@ -68,7 +67,7 @@ class Undo:
 
     async def back(self, box: Sandbox, commands: int) -> tuple[Sandbox, str]:
         """Undo the last `commands` commands. Return the restored sandbox and a message for the
-        agent; `box` itself and a message with the reason if that state can't be restored."""
+        agent. If that fails, return `box` and a message with the reason."""
         if commands > len(self._states):
             since = ", those since the machine was moved" if self._resumed else ""
             return box, f"Nothing is undone: {len(self._states)} commands can be{since}."
@@ -76,7 +75,8 @@ class Undo:
         what = f"before {state.before[:200]!r}"
         if state.folder is None:
             return box, f"Nothing is undone: the state {what} was not kept: {state.problem}"
-        _held.remove(state)  # protects the folder from `_make_room` while it is read
+        # `_make_room` must not remove the folder while it is read.
+        _held.remove(state)
         try:
             made = await Sandbox.restore(state.folder)
         except SandboxError as error:
@@ -99,6 +99,7 @@ class Undo:
 
 
 async def _remove(state: _State, problem: str) -> None:
+    """Remove the folder of a state. `problem`: the reason, for the agent."""
     if state in _held:
         _held.remove(state)
     folder, state.folder, state.problem = state.folder, None, state.problem or problem
@@ -117,7 +118,7 @@ async def _make_room(where: Path) -> None:
         await _remove(_held[0], words)
 
 
-def _size(folder: Path) -> int:
+def _disk_bytes(folder: Path) -> int:
     return sum(path.lstat().st_blocks * BLOCK for path in folder.rglob("*"))
 
 
@@ -125,11 +126,11 @@ def problem(backend: str) -> str:
     """Return why sandboxes of this backend can't restore earlier states; "" if they can. The
     calling thread must have no running event loop. Raises `SandboxError`."""
 
-    async def look() -> str:
+    async def try_capture() -> str:
         async with await Sandbox.start(Spec(), backend) as box:
             return "" if box.capture_kinds else f"backend {box.backend} captures no state"
 
     try:
-        return asyncio.run(look())
+        return asyncio.run(try_capture())
     finally:
         probe.close()

@@ -1,8 +1,8 @@
 """A shell in a sandbox: the agent calls `bash`, and hidden tests judge the final state.
 
-Tasks are folders (`_tasks`) or the rungs of a ladder for small models (`_ladder`). The tests run
-when the agent answers without a call, and when its turns are used up. An episode resumes from a
-checkpoint if the host keeps them (`sandbox.checkpoints`), else by repeating its actions.
+Tasks are folders (`_tasks`) or easy built-in tasks for small models, the rungs of a ladder
+(`_ladder`). The tests run when the agent answers without a call, and when its turns are used up. An
+episode resumes from a checkpoint or, if the host keeps none, by repeating its actions.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ SYSTEM = (
     "call: then it is tested."
 )
 FILE_BYTES = 1 << 20
-MOST_WORDS = 256
+MOST_WARNINGS = 256  # most warnings that are remembered as printed
 SPARE_MIB = 64  # MiB of memory that a sandbox needs beyond its disk, which is in memory
 
 
-def _stopped(task: _tasks.Task) -> str:
+def _stopped_text(task: _tasks.Task) -> str:
     return (
         f"task {task.name}: its tests were stopped: they don't end within verifier.timeout_sec="
         f"{task.verifier_s:g}, or never stop printing"
     )
 
 
-@functools.lru_cache(MOST_WORDS)
+@functools.lru_cache(MOST_WARNINGS)
 def _warn(words: str) -> None:
-    """Print a warning in the host's log. The cache suppresses one that was printed recently."""
+    """Print a warning, unless it was printed recently: the cache suppresses repeated calls."""
     print(words, flush=True)
 
 
@@ -64,9 +64,9 @@ UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "
 
 
 class Terminal:
-    """A task of the folder `tasks`, or of the given `rungs` if `tasks` is "ladder". `edit_file` and
-    `undo` add these tools. A command may take `command_s` seconds and show `output_bytes`. The
-    reward is the tests' verdict; success is 1 or more. Raises `ConfigError`."""
+    """An environment with the tasks of the folder `tasks`, or with `rungs` if `tasks` is "ladder".
+    `edit_file` and `undo` add tools. A command may take `command_s` seconds and show
+    `output_bytes`. The reward is the tests' verdict; 1 is a success. Raises `ConfigError`."""
 
     requires_tool = False
     paths = ("tasks",)
@@ -94,7 +94,7 @@ class Terminal:
             raise ConfigError(f"env.args.rungs={rungs!r}: a list of some of {known}")
         self._place, self.tasks = tasks, None if tasks == LADDER else _tasks.load(str(tasks))
         self.doubt = _tasks.doubt(*self.tasks) if self.tasks else ""
-        self.training_doubt = _tasks.others(*self.tasks) if self.tasks else ""
+        self.training_doubt = _tasks.foreign_files_doubt(*self.tasks) if self.tasks else ""
         self.rungs, self.backend, self.undo = tuple(rungs), backend, undo
         chosen = [BASH, *[EDIT] * edit_file, *[UNDO] * undo]
         self.tools = {tool["function"]["name"]: tool for tool in chosen}
@@ -108,15 +108,15 @@ class Terminal:
         self._shown = ""  # the last command's output
         self._kept: Checkpointer | None = None
         self._store: tuple[HostStore, str] | None = None  # (store, name in it)
-        self._before: dict[str, float] = {}  # `_stats` from before the last `resume`
+        self._before: dict[str, float] = {}  # costs of checkpoints before the last `resume`
         self._seed = self._turn = 0
         self._reference: str | None = None  # reference of the newest checkpoint
-        self._since: list[dict[str, Any]] = []  # calls after it, with their observations
-        self._lost = ""  # losses of a restore, for the agent's next observation
+        self._since: list[dict[str, Any]] = []  # calls after that, with their observations
+        self._lost = ""  # state that a restore lost, for the agent's next observation
 
     def preflight(self, step_timeout_s: float) -> str:
-        """Check the tasks' limits and this machine before a run. Raises `ConfigError`. Returns
-        which sandboxes the machine has, and what these lack."""
+        """Check the tasks' limits and this machine before a run. Return a text about the machine's
+        sandboxes and what they lack. Raises `ConfigError`."""
         if self.command_s >= step_timeout_s:
             raise ConfigError(
                 f"env.args.command_s={self.command_s:g}: below env.step_timeout_s="
@@ -153,11 +153,11 @@ class Terminal:
 
     async def trial(self) -> tuple[int, list[str]]:
         """Run each task's tests once on its initial state. Return the number of tasks, and an error
-        for each whose tests can't judge: they pass, are stopped, or can't run."""
+        for each task whose tests pass there, are stopped or can't run."""
         tasks = sorted({t for split in self.tasks or () for t in split}, key=lambda t: t.name)
         gate = asyncio.Semaphore(processes.cores())
 
-        async def one(task: _tasks.Task) -> str:
+        async def try_one(task: _tasks.Task) -> str:
             env = copy.copy(self)
             env._task = task
             async with gate:
@@ -172,29 +172,32 @@ class Terminal:
             if shell.code != 0:
                 return f"task {task.name}: its shell runs no command: {shell.words()}"
             if done.code is None:
-                return _stopped(task)
+                return _stopped_text(task)
             return f"task {task.name} is passed before its agent begins" if reward >= 1 else ""
 
-        return len(tasks), [words for words in await asyncio.gather(*map(one, tasks)) if words]
+        return len(tasks), [words for words in await asyncio.gather(*map(try_one, tasks)) if words]
 
     def _draw(self, seed: int) -> None:
+        """Choose the episode's task or rung."""
         self._seed = seed
         if self.tasks is None:
             self._rung = _ladder.draw(seed, self.rungs)
         else:
-            self._task = self._of(seed)
+            self._task = self._task_of(seed)
 
-    def _of(self, seed: int) -> _tasks.Task:
+    def _task_of(self, seed: int) -> _tasks.Task:
         return random.Random(seed).choice(self.tasks[seed % 2])
 
     def task_name(self, seed: int) -> str:
-        return f"task {self._of(seed).name}" if self.tasks is not None else ""
+        return f"task {self._task_of(seed).name}" if self.tasks is not None else ""
 
     def starts(self) -> Iterator[tuple[str, Start]]:
+        """Yield the name and the first messages of every task."""
         for task in dict.fromkeys(chain(*(self.tasks or ()))):
-            yield f"task {task.name}", self._begun(SYSTEM.format(task.workdir), task.instruction)
+            system = SYSTEM.format(task.workdir)
+            yield f"task {task.name}", self._first_messages(system, task.instruction)
 
-    def _begun(self, system: str, instruction: str) -> Start:
+    def _first_messages(self, system: str, instruction: str) -> Start:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
         return Start(messages, list(self.tools.values()))
 
@@ -204,6 +207,7 @@ class Terminal:
         return await self._open()
 
     async def _open(self) -> Start:
+        """Start a sandbox with the drawn task's files. Return the first messages."""
         if (rung := self._rung) is not None:
             spec, files = Spec(limits=self.limits), {n: t.encode() for n, t in rung.files.items()}
             system, instruction, time_s = _ladder.SYSTEM, rung.instruction, _tasks.TIMEOUT_S
@@ -218,15 +222,15 @@ class Terminal:
             await self.box.write_file(f"{spec.workdir}/{name}", data)
         self._states = _undo.Undo() if self.undo else None
         self._until, self._shown = time.monotonic() + time_s, ""
-        await self._watch()
-        return self._begun(system, instruction)
+        await self._start_checkpoints()
+        return self._first_messages(system, instruction)
 
     async def step(self, action: Action) -> Step:
         call, before = action.call, self.box
         if call is None or call.name not in self.tools or self._kept is None:
-            return await self._step(action)
+            return await self._act(action)
         self._kept.engine.urge(self._kept.name, late=True)
-        made = await self._step(action)
+        made = await self._act(action)
         if call.name != "undo" or self.box is not before:
             self._since.append(asdict(call) | {"showed": made.observation})
         if self._lost and not made.done:
@@ -234,7 +238,8 @@ class Terminal:
             made = replace(made, observation=words + made.observation)
         return made
 
-    async def _step(self, action: Action) -> Step:
+    async def _act(self, action: Action) -> Step:
+        """Carry out an action. `step` adds the records for checkpoints."""
         call = action.call
         if call is None:
             return await self.end()
@@ -277,12 +282,12 @@ class Terminal:
     checkpoint_store = staticmethod(open_store)
 
     def keep_checkpoints(self, store: HostStore, name: str) -> None:
-        """Provide `checkpoint` and `resume` (base.py), with `name` in the host's store."""
+        """Enable `checkpoint` and `resume` (base.py). Checkpoints are stored under `name`."""
         self._store = (store, name)
         self.checkpoint, self.resume = self._checkpoint, self._resume
 
-    async def _watch(self, origin: Restored | None = None) -> None:
-        """Start this sandbox's checkpoints, if the host keeps them."""
+    async def _start_checkpoints(self, origin: Restored | None = None) -> None:
+        """Begin checkpoints of `box`, if the host keeps any. `origin`: as in `Checkpointer`."""
         if self._store is not None:
             store, name = self._store
             self._kept = Checkpointer(self.box, store, name, store.policy, origin)
@@ -290,20 +295,20 @@ class Terminal:
 
     async def _checkpoint(self) -> bytes:
         """Take a checkpoint and return the state for `resume`: the newest checkpoint's reference,
-        and the calls after it if this turn's was skipped."""
+        and the calls after it if this turn has none."""
         self._turn += 1
         await self._kept.after_turn(self._turn)
         if (saved := self._kept.saved(self._turn)) is not None:
             self._reference, self._since = saved.decode(), []
         state = {"seed": self._seed, "turn": self._turn, "shown": self._shown}
-        state |= {"left_s": self._until - time.monotonic(), "stats": self._stats()}
+        state |= {"left_s": self._until - time.monotonic(), "stats": self._costs()}
         state |= {"reference": self._reference, "since": self._since}
         return json.dumps(state).encode()
 
     async def _resume(self, saved: bytes) -> None:
-        """Restore the newest checkpoint and repeat the calls after it. Raises `SandboxError` if
-        that exact state can't be restored. The agent's next observation reports processes that the
-        backend can't restore. States for undo are not restored."""
+        """Restore the checkpoint of the state `saved` and repeat the calls after it. Raises
+        `SandboxError` if exactly this state can't be restored. The agent's next observation names
+        lost processes. States for undo are lost."""
         state = json.loads(saved)
         await self.close()
         if state["reference"] is None:
@@ -314,7 +319,7 @@ class Terminal:
             made = await restore(state["reference"].encode(), engine, self.backend, exact=True)
             self._lost = made.box.lost
             self.box, self._states = made.box, _undo.Undo(resumed=True) if self.undo else None
-            await self._watch(made)
+            await self._start_checkpoints(made)
         self._turn, self._reference = state["turn"], state["reference"]
         self._before = state["stats"]
         self._until = time.monotonic() + self.command_s * (1 + len(state["since"]))
@@ -329,20 +334,20 @@ class Terminal:
         self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
 
     async def settled(self) -> bool:
-        """True if other hosts can restore the newest checkpoint. Waits for a limited time while it
-        is being stored."""
+        """Return whether other hosts can restore the newest checkpoint. If it is still being
+        stored, wait for that for a limited time."""
         if self._reference is None:
             return True
         return await self._kept.settled(json.loads(self._reference)["turn"])
 
-    def _stats(self) -> dict[str, float]:
+    def _costs(self) -> dict[str, float]:
         own = self._kept.stats if self._kept is not None else {}
         return {name: value + self._before.get(name, 0) for name, value in own.items()}
 
     @property
     def stats(self) -> dict[str, float]:
         """The costs of this episode's checkpoints (`Checkpointer.stats`)."""
-        return {f"checkpoint_{name}": float(value) for name, value in self._stats().items()}
+        return {f"checkpoint_{name}": float(value) for name, value in self._costs().items()}
 
     async def _edit(self, path: str, old: str, new: str) -> Step:
         path, old, new = (t.encode(errors="replace").decode() for t in (path, old, new))
@@ -363,17 +368,16 @@ class Terminal:
         return Step("Done.")
 
     async def end(self) -> Step:
-        """Return the last step, with the verdict on the current state. The agent loop calls this
-        when the turns are used up."""
+        """Judge the current state, also when the turns are used up, and return the last step."""
         if self._rung is not None:
-            reward = float(await self._climbed(self._rung))
+            reward = float(await self._rung_reached(self._rung))
         else:
             done, reward = await self._tested(self._task)
             if done.code is None:
-                _warn(_stopped(self._task))
+                _warn(_stopped_text(self._task))
         return Step("", reward=reward, done=True, success=reward >= 1)
 
-    async def _climbed(self, rung: _ladder.Rung) -> bool:
+    async def _rung_reached(self, rung: _ladder.Rung) -> bool:
         if not rung.target:
             return rung.expected in self._shown
         try:
@@ -387,7 +391,7 @@ class Terminal:
         task.verify()
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
-        if done.code is None or done.code < 0:  # ended by a process that may fake the verdict, too
+        if done.code is None or done.code < 0:  # killed, so the verdict may be faked
             return done, 0.0
         written = done.files.get(VERDICT)
         if written is None:

@@ -48,7 +48,7 @@ async def test_a_fork_that_fails_ends_its_own_program_alone(tmp_path):
 @pytest.mark.parametrize("answers", [["{"], ["long" * 1000]])
 async def test_a_player_whose_first_line_can_not_be_read_is_not_started(monkeypatch, answers):
     monkeypatch.setattr(players, "LINE", 1000)
-    with pytest.raises(OSError, match="what it answered can't be read"):
+    with pytest.raises(OSError, match="its answer can't be read"):
         await players.Players().start(verifiers(*answers), {"name": "a"}, print)
 
 
@@ -58,7 +58,7 @@ async def test_an_answer_that_can_not_be_read_fails_the_episodes_that_wait(monke
     host = players.Players()
     playing = await host.start(verifiers("{}|", answer), {"name": "a"}, print)
     assert await asyncio.wait_for(playing.code, 120) == 1
-    assert "answered can't be read" in playing.last_words()
+    assert "can't be read" in playing.last_words()
     await host.close()
 
 
