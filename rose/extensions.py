@@ -5,16 +5,18 @@ A part adds features by modules with these names:
     modes.py    Modes of `python launch.py` besides training. `MODES`: values of the key `mode`.
                 `GROUPS`: overrides that these modes need, such as sim=default. `SECTION`: the
                 section of conf/ that only these modes read. `main(trees, console, command)`: runs
-                the composed trees of a command line, returns the exit code, raises `ConfigError`.
+                the configurations of a command line (trees that Hydra composed, several in a
+                sweep), returns the exit code, raises `ConfigError`.
     envs/       Environments, one file each (rose/agent/envs).
     commands.py Dictionaries, each optional. `COMMANDS`: command of `rose` -> module that runs it.
                 `JOBS`: kind of Slurm jobs that help a run (rose/launch/lent.py) -> module that
-                submits them. `KEYS`: section of keys that only a command has -> that command.
+                submits them. `KEYS`: section of the configuration that only one command has ->
+                that command.
     shared_device.py `engine_args(gpus, tensor_parallel)`: vLLM's arguments of a rollout engine that
                 shares its device. `register()`: patches vLLM in the processes of such an engine.
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
     views.py    `write(observe, run_dir)`: writes files for people to read, once an attempt has
-                ended. `PAGE`: the file that the run's last lines in the terminal name.
+                ended. `PAGE`: the file whose path a run prints as its report at the end.
     draft_methods.py `METHODS`: values of rollout.draft.method besides vLLM's. `engine_args(draft)`:
                 vLLM's arguments of such an engine. `Sender(hub, send)`, in the coordinator: sends
                 engines `DraftText`; `observe` gets each event, `group_ended` each ended group.
@@ -29,7 +31,7 @@ A part adds features by modules with these names:
                 `start(config, run_dir)`: the run's `QueuedTracker`s (rose/observe/metrics.py).
     relay_client.py `Relayed(where, token, timeout_s)`: the `Source` (rose/transfer/source.py) of
                 weights at a relay's URL.
-    run_report.py `html(run_dir)`: the section below the borrowed ranks in a run's report.
+    run_report.py `html(run_dir)`: HTML for the end of a report's section "Borrowed ranks".
     algorithms.py `ALGORITHMS`: RL algorithms by name.
     policies.py `POLICIES`: kind of policy -> name -> policy.
 

@@ -150,8 +150,9 @@ def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process (SIGKILL) when the thread that started it ends; kill it now
-    if its parent has already ended. A process that was just forked passes its parent's pid."""
+    """Have the kernel kill this process (SIGKILL) when the thread that started it ends. With
+    `parent`, the pid of its parent at the start, also kill it now if that parent has ended already.
+    Without it, an end before this call isn't noticed."""
     expected = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:

@@ -2,10 +2,11 @@
 
 The template renders a conversation's first prompt as usual. After a turn, only the text from the
 end of that turn to the next generation prompt is encoded and appended. Rendering the conversation
-again would change it, since a template may rewrite earlier turns (Qwen3 drops their thoughts). The
-appended text is found with a dummy conversation: the template writes it after the dummy answer. The
-template gets its input in the form of `vllm serve` (rose/agent/template.py). Images are rejected.
-Tools are rejected if the template omits results, or writes them differently after a call.
+again would change it, since a template may rewrite earlier turns (Qwen3 drops their thoughts). To
+find the appended text, a conversation with a dummy answer is rendered: it is what the template
+writes after that answer. The template gets its input in the form of `vllm serve`
+(rose/agent/template.py). Images are rejected. Tools are rejected if the template leaves out their
+results, or writes a result after a tool call otherwise than after a plain answer.
 """
 
 from __future__ import annotations
@@ -364,8 +365,9 @@ class ChatFormat:
 
 
 def _marks(backend: Any, template: str) -> set[str]:
-    """Return the added tokens that act as marks: special tokens, tokens in the template, and tokens
-    such as <|user|>, which a template may join from parts. Other added tokens are plain text."""
+    """Return the added tokens by which a template structures a conversation: special tokens, tokens
+    in the template's text, and all that begin with <|, since a template may build <|user|> from its
+    parts. Other added tokens are plain text."""
     return {
         token.content
         for token in backend.get_added_tokens_decoder().values()

@@ -206,11 +206,14 @@ class _Episode:
     async def _begin_or_fork(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
     ) -> tuple[Start, float]:
-        """Begin from the parent's state or the prompt. Return (start, wall-clock seconds)."""
+        """Begin from the state of another trajectory, if `fork` resolves to one, else from the
+        prompt. Return the environment's start, and the wall-clock time at which the episode began.
+        """
         found = await fork if fork is not None else None
         started = clock()
         if found is None:
             return await self._begin(), started
+        # Written first, because the other trajectory plays on and can't give this state again.
         await self.snapshots.write(found, started)
         return await self._restore(found), started
 

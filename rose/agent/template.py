@@ -174,15 +174,19 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
-    """Yield the loops over a message's content. They loop over `message.content`, over a macro's
-    parameter that gets it from a call or, outside of macros, over a variable named `content`."""
+    """Yield the loops that vLLM takes for loops over a message's content (its function
+    `_iter_nodes_assign_content_item`). They have three forms:
+    1. a loop over `message.content`,
+    2. in a macro, a loop over a parameter to which some call passes `message.content`,
+    3. outside of macros, a loop over a variable named `content`.
+    """
     lists, before = {"messages"}, 0  # names of variables that hold the messages
     # Follow assignments until none adds a name.
     while before < len(lists):
         before = len(lists)
         for assign in root.find_all(nodes.Assign):
             if _name(assign.node) in lists:
-                # vLLM passes text to a template that assigns messages to an attribute.
+                # vLLM can't follow messages into an attribute, and then passes text.
                 if not isinstance(assign.target, nodes.Name):
                     return
                 lists.add(assign.target.name)

@@ -52,7 +52,8 @@ class ModelShape(Section):
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of each matrix of a layer (of an expert, for MLPs), by its HF name."""
+        """(rows, columns) of each projection in a layer's attention and MLP, by its HF name. In a
+        mixture the MLP is one expert's, and the router is left out."""
         h, i = self.hidden, self.expert_intermediate or self.intermediate
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = {"q_proj": (queries, h), "k_proj": (keys, h), "v_proj": (keys, h)}

@@ -25,8 +25,8 @@ from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
 
-# A trajectory may kill its environment host (an environment that segfaults). We count how often a
-# host died while this trajectory's environment computed after the same turn.
+# A trajectory may kill its environment host (an environment that segfaults). We count the deaths of
+# its hosts while its environment computed, until it completes another turn.
 # After this many deaths the trajectory is a suspect. It runs only on hosts without another suspect,
 # so that the next death names the culprit, and an outside cause fails one trajectory at most.
 SUSPECT_AFTER_LOSSES = 2

@@ -31,7 +31,7 @@ class _Entry:
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
     received: int = 0  # tokens
     experts: list[bytes] = field(default_factory=list)  # experts that tokens were routed to
-    routed: int = 0  # tokens that `experts` covers, following those of the request's `routed`
+    routed: int = 0  # tokens that `experts` covers, after the request's first `routed` tokens
 
 
 class Ledger:

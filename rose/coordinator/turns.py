@@ -2,8 +2,8 @@
 workers.
 
 Every event passes `TurnHub.feed`, which journals it and passes it to the scheduler. `TurnHub`
-carries out the scheduler's actions about turns and weights. Actions about groups and batches belong
-to the step loop and go to `on_action`.
+carries out the scheduler's actions about turns and weights. All other actions, such as those about
+groups and batches, go to `on_action`.
 """
 
 from __future__ import annotations
@@ -101,10 +101,8 @@ class TurnHub:
         self.decoding.begin_step()
 
     def trajectory_ended(self, trajectory: p.Trajectory) -> None:
-        """Report the end to the scheduler and drop turns that still run.
-
-        Turns can still run because an agent may exit without awaiting them.
-        """
+        """Report the end to the scheduler. First drop turns that still run: of an agent that exits
+        without awaiting them ("cut_turns"), or of an earlier host of a restarted trajectory."""
         self.progress_at = time.time()
         if trajectory.stats.get("cut_turns") or trajectory.id in self._restarted:
             self._drop_turns(trajectory.id)

@@ -23,7 +23,9 @@ RPC_TIMEOUT_S = 30.0
 # dictionary.
 UNREADABLE = "llvmlite.binding.ffi"
 
-_forking = False  # true only while the engine process is forked, and in that process
+# Id of the process that forks now: the rank while it starts its engine process, and that engine
+# process ever after; 0 in other processes.
+_forker = 0
 
 
 class EngineError(RuntimeError):
@@ -204,7 +206,7 @@ def preload() -> None:
 
 def build(args: dict, gpus: bool):
     """Start the engine process and block until it serves. Returns (AsyncLLM, Latest)."""
-    global _forking
+    global _forker
     preload()
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -232,14 +234,14 @@ def build(args: dict, gpus: bool):
     if not gpus:
         # vLLM's CPU platform has just set "spawn", which would import everything once more.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    _forking = True
+    _forker = os.getpid()
     # At its start, vLLM's CPU worker inspects every object of every loaded module, and fails at
     # this module of numba's.
     hidden = sys.modules.pop(UNREADABLE, None)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
     finally:
-        _forking = False
+        _forker = 0
         if hidden is not None:
             sys.modules[UNREADABLE] = hidden
     # Per-token statistics and Prometheus metrics cost this process a few percent. So switch them
@@ -253,11 +255,13 @@ def build(args: dict, gpus: bool):
 def _after_fork() -> None:
     """Let the engine process die with the rank, and keep its signals out of the event loop that it
     inherited. Does nothing in another forked process."""
-    if _forking:
+    global _forker
+    if _forker:
         from rose.processes import die_with_parent
 
+        parent, _forker = _forker, os.getpid()
         signal.set_wakeup_fd(-1)
-        die_with_parent()
+        die_with_parent(parent)
 
 
 os.register_at_fork(after_in_child=_after_fork)

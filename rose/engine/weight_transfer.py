@@ -129,9 +129,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def reset(self) -> None:
         """Forget all versions. The live weights are gone, and the model's folder will be read."""
+        self.abandon()
         if self._receiver is not None:
             self._receiver.close()
-        self._live = self._receiver = self._staged = None
+        self._live = self._receiver = None
         self._held = (None, INITIAL)
         self._status = {"state": "idle"}
         self._base_fingerprint = ""

@@ -1,6 +1,7 @@
 """Estimate how much memory each role needs on one device, item by item, in GiB. Pure.
 
-P is the number of parameters, A of which are trained (all, or trainer.lora's), N the number of
+P is the number of the model's parameters. A are trained: all, or trainer.lora's own, which come on
+top of P. N is the number of
 trainer ranks, b the bytes per element of the role's dtype, h the hidden size, i the width of the
 MLP, T = trainer.micro_batch_tokens / trainer.sequence_parallel. Statements about DeepSpeed come
 from its code (0.19.8), and tests/trainer/test_allocated.py measures them (without an adapter).
@@ -8,10 +9,11 @@ from its code (0.19.8), and tests/trainer/test_allocated.py measures them (witho
 Trainer, throughout a step (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
 there):
 - weights: b P, shared from stage 3
-- second weights (trainer.hpz=H ranks): b P / H more, from a pass to the update; for frozen
-  parameters always
-- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
-  the update except at stage 3; on the host with offload_optimizer, from stage 2
+- second weights (trainer.hpz=H ranks): b P / H more. Those of trained parameters exist from a
+  step's first pass to its update, those of frozen parameters always
+- gradients: 4 A, accumulated in fp32 (without ZeRO b A, in the dtype), shared from stage 2. They
+  are freed after the update except at stage 3. With offload_optimizer they are on the host from
+  stage 2 on
 - optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO keeps for
   fp32 weights too; shared from stage 1; on the host with offload_optimizer
 - reduction bucket: in trainer.reduce_dtype, min(A, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
@@ -31,13 +33,16 @@ Trainer, in addition at the worst moment of a pass:
   attention matrices are never stored. Compiled layers and Liger's keep a norm's inputs in the dtype
   only, and three of the MLP (counted in compiled code). A mixture has the MLP's four for each
   chosen expert, the expert's input and output, and the router's fp32 probabilities
-- the largest of three: (1) a layer that is recomputed, with the gradients of its MLP and the bucket
-  being reduced; a compiled layer has the gradients of all its weights at once. (2) a chunk of
-  logits (batching.logit_elements), on CPUs three times in fp32, on GPUs once in the dtype
-  (head_triton.py), and the output matrix's gradient twice, since chunks' gradients are added up.
-  (3) that gradient, or that of a layer's experts if larger, in the dtype and in fp32 while it is
-  reduced. An adapter doesn't train the output matrix. It keeps its own products, rank elements per
-  token and target, and the output of one target
+- the largest of three:
+  1. a layer that is recomputed, with the gradients of its MLP and the bucket being reduced; a
+     compiled layer has the gradients of all its weights at once
+  2. a chunk of logits (batching.logit_elements), on CPUs three times in fp32, on GPUs once in the
+     dtype (head_triton.py), and the output matrix's gradient twice, since chunks' gradients are
+     added up
+  3. the gradient of the output matrix, or of a layer's experts if larger, in the dtype, and beside
+     it, while it is reduced, its fp32 copy or the bucket
+  An adapter doesn't train the output matrix. It keeps its own products, rank elements per token and
+  target, and the output of one target
 - reduced gradients: in float32, stage 1 sums micro-batches in the parameters' own gradients and
   copies a rank's share, 4 A / N
 
@@ -46,15 +51,17 @@ this rank's elements; none for float32 without ZeRO. The estimate takes the wors
 update. Prefix trees need no more memory: their mask is a table of blocks (flex attention).
 
 Rollout (vLLM), per device of a tensor-parallel group of size tp:
-- weights: b P / tp; an adapter's memory undivided, although tp divides one of its two matrices
+- weights: b P / tp. An adapter counts in full on each device, an upper bound, since tp divides one
+  of its two matrices
 - activations of a step's T' tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), with i and one
   more h for each chosen expert; logits of max_sequences, in the dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; each key-value head is on at
   least one device, so tp > kv_heads replicates
-- outside of gpu_memory_utilization: with transfer.broadcast=nccl a second context, the rank's own;
-  with rollout/draft the logits of drafted positions beyond each sequence's first. vLLM's rejection
-  sampler has them twice in the dtype and three times in fp32, and its profile run misses them
+- outside of gpu_memory_utilization: with transfer.broadcast=nccl, the CUDA context of the rank's
+  own process. With rollout/draft, logits that vLLM's profile run misses: those of drafted positions
+  beyond each sequence's first, which the rejection sampler has twice in the dtype and three times
+  in fp32
 
 Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
 context.

@@ -6,9 +6,10 @@ MPICH's own launcher, hydra, listens on all interfaces without a secret for as l
 run, and a dozen bytes from anybody end them. This launcher speaks version 1 of MPICH's process
 management interface with each rank, over a socket pair that the rank inherits (PMI_FD). The
 interface gives the number of ranks, a table for their addresses, and a barrier. The launcher ends
-after its last rank, with the first exit code that isn't 0. If a rank fails, the others are killed,
-unless `-keep` is given. If a rank calls MPI_Abort, they are always killed. If the launcher is
-killed, all ranks end too. Left out: other machines (srun), and `MPI_Comm_spawn`, which is refused.
+after its last rank, with MPI_Abort's exit code or else the first that isn't 0. If a rank fails, the
+others are killed, unless `-keep` is given. If a rank calls MPI_Abort, they are always killed. If
+the launcher is killed, all ranks end too. It can't start ranks on other machines, as srun does, and
+refuses `MPI_Comm_spawn`.
 """
 
 from __future__ import annotations

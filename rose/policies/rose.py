@@ -36,9 +36,10 @@ class RoseRouting:
     3. on the least loaded worker;
     4. on none: the turn waits.
 
-    Per-GPU cap: the trajectories of a worker must fit into its current KV. A trajectory needs the
-    context and output limit of its last turn, and at least the mean context that trajectories end
-    with. It counts while its tools run, too, because its prefix stays cached. The cap applies to
+    Per-GPU cap: the trajectories of a worker must fit into its current KV. A trajectory counts with
+    the larger of two numbers: the context plus output limit of its last turn, and the mean context
+    with which trajectories end. It counts while its tools run, too, because its prefix stays
+    cached. The cap applies to
     - a new trajectory: it starts only on a worker below its cap;
     - a trajectory that leaves a cooperative worker with room: it moves only to a worker below its
       cap. Otherwise trajectories that start on lent GPUs would evict prefixes of other workers.
@@ -48,13 +49,14 @@ class RoseRouting:
     turn ends (`Speeds`) decide between 2 and 3. Case 1 doesn't apply if another worker is faster by
     more than the share SLACK. A turn waits instead of 2 if it ends sooner by waiting for a worker
     with its own device. A cooperative worker without measurements gets TRIAL_TURNS turns of
-    TRIAL_TOKENS each, which are then placed again. If other workers of its hardware were measured,
-    it gets only turns for which no other worker has room.
+    TRIAL_TOKENS each, which are then placed again. It comes first if no worker of its hardware was
+    measured, else after workers of other hardware. Until its trial ends, further turns wait while
+    it is the least loaded worker of its hardware.
 
     A turn on a cooperative worker keeps its place in the queue. When a worker with its own device
-    gets free, and at ticks, two times are predicted for as many more tokens as a mean turn has: t
-    on its worker, at the measured pace, and t' on the free worker, with prefill and the delay of
-    the turns there. The turn moves if t > t' (1 + SLACK x load there).
+    gets free, and at ticks, the seconds for its next tokens are predicted, as many as a mean turn
+    has but not beyond its limit: t on its own worker, at the measured pace, and t' on the free one,
+    with prefill and the delay of the turns there. It moves if t > t' (1 + SLACK x load there).
     """
 
     def __init__(self) -> None:
@@ -169,7 +171,7 @@ class RoseRouting:
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         """Return the sort key of a candidate, the smaller the better."""
         seconds = self._speeds.joining_s(turn, worker, self._lengths.of_any(turn), True)
-        if not self._is_known(worker):
+        if not self._is_known(worker):  # first for its trial; last if its hardware was measured
             seconds = 0.0 if seconds is None and len(worker.turns) < TRIAL_TURNS else math.inf
         return (
             worker.revoked,

@@ -41,21 +41,25 @@ class Routing(Protocol):
     - `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn enters
       the queue. By default context + max_new_tokens; a policy that uses chunks can count less.
     - `lane(turn) -> Hashable`: part of the queue in which the turn waits, by default the only one.
-      If `choose` returns None for a turn, it must return None for turns of its lane that need as
-      many KV tokens or more. A round skips a lane's turns after LOOK_AHEAD without a worker.
+      If `choose` returns None for a turn, then for the rest of the round it must also return None
+      for every turn of the same lane that needs at least as many KV tokens. A round skips the rest
+      of a lane after LOOK_AHEAD of its turns have found no worker.
     - `closed() -> bool`: called after `choose` returned None. True if `choose` would return None
       for every turn of the lane in this round.
     - `label(worker) -> Hashable`: label of the worker with this name, constant while it is joined.
       `fleet.least(turn, label=...)` finds the least loaded worker of a label.
     - `watches(worker) -> bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both
-      or none: `better` is asked about turns on watched workers, about a few at each tick and about
-      the first when an unwatched worker gets free. If it returns a worker of `among`, the turn is
-      aborted and continues there with its tokens, MAX_MOVES times at most.
+      or none: `better` says where a training turn on a watched worker should continue. It is asked
+      at each tick for up to ASKED_AT_TICK turns (`among`: the least loaded worker with room of each
+      kind and hardware), and when an unwatched worker gets free for the first turn (`among`: that
+      worker). If it returns one of `among`, the turn is aborted and continues there with its
+      tokens, MAX_MOVES times at most.
     """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        """Return a worker that the fleet offered for this turn, or None to let the turn wait. If it
-        waits, the workers that the policy asked the fleet for are reserved for it."""
+        """Return a worker that the fleet offered for this turn, or None to let the turn wait. If the
+        fleet had none to offer, the workers that could hold the turn are reserved for it until the
+        end of the round."""
 
 
 class Order(Protocol):

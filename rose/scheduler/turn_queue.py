@@ -1,8 +1,9 @@
-"""Sorted queue of turns that finds the first turn with a KV need below a bound.
+"""Sorted queue of turns that finds the first turn whose KV need is at most a bound.
 
 A sorted list is cut into blocks, and each block knows the smallest KV need of its turns. Adding and
-removing cost a binary search and a shift within one block. A search checks every block, but the
-turns of only one. A balanced tree would scale better, but is slower at the queue lengths of a run.
+removing work within one block. A search compares the bound with the blocks' smallest needs, and
+reads the turns of at most two blocks. A balanced tree would scale better, but is slower at the
+queue lengths of a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed behind three calls: forward, backward, update. This file knows nothing of RL.
+"""DeepSpeed behind four calls: begin_micro_batch, forward, backward, update.
 
 DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a
 sum over all micro-batches and ranks, and the number of micro-batches varies from step to step. So
@@ -243,7 +243,7 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare a micro-batch's forward pass. `last` (of the update) is equal on all ranks."""
+        """Call this before each forward pass. `last`: it is the update's last, equal on all ranks."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 

@@ -1,9 +1,9 @@
 """Long rows over several trainer ranks: DeepSpeed's Ulysses (arXiv 2309.14509), in the form that
 ALST (arXiv 2506.13996) has for Hugging Face models.
 
-N neighbouring ranks compute the same rows. Each has an Nth of every sequence in all layers but
-attention. There an all-to-all gives it the whole sequence for an Nth of the heads, and a second one
-reverses that. The ranks then gather the log-probabilities of all parts, so that each computes the
+N neighbouring ranks compute the same rows. In all layers but attention, each has an Nth of every
+sequence. In attention, an all-to-all first gives it the whole sequence for an Nth of the heads, and
+a second one reverses that. The ranks then gather the log-probabilities of all parts, so that each computes the
 loss of whole rows, but differentiates it through its own part. The gradients of the N ranks add up
 to the gradient of a rank that computes alone. ZeRO sums gradients over all ranks anyway, so it need
 not know the group.
@@ -94,7 +94,7 @@ class SequenceGroup:
             attn_head_count=heads,
             attn_head_size=size,
             kv_head_count=kv_heads,
-            num_hidden_layers=1,  # DeepSpeed's debugging value
+            num_hidden_layers=1,  # read only in a debugging mode of DeepSpeed
             process_group=self._group,
             seq_length_is_variable=True,
         )

@@ -134,7 +134,8 @@ _cudnn = False  # True: this process uses cuDNN for long rows (`use_cudnn`)
 
 
 def use_cudnn(on: bool) -> None:
-    """Choose cuDNN for `attention` over long rows, where it works, or torch's own kernels."""
+    """If `on`, `attention` over long rows prefers cuDNN's kernels, else torch chooses. Check
+    `cudnn_works` before."""
     global _cudnn
     _cudnn = on
 

@@ -1,8 +1,9 @@
 """Change single values of the live weights, where they are, by adding differences.
 
 For each value that a version changes, its index and its difference in the order of the floats
-(rose/transfer/payload.py) are kept. The flip adds the differences by `put(1)`, and `put(-1)` undoes
-it. So no live value is read before. On a GPU a kernel adds (rose/transfer/delta_triton.py).
+(rose/transfer/payload.py) are kept. At the flip, the pause in which a staged version becomes the
+live one, `put(1)` adds the differences. `put(-1)` subtracts them if the flip fails, so no copy of
+the old values is kept. On a GPU a kernel adds (rose/transfer/delta_triton.py).
 
 Before the flip, as many values as fit are copied to the device. A bfloat16 value takes 6 bytes
 there, 4 of them for its index. The others are copied during the flip through one small workspace on

@@ -1,6 +1,6 @@
 """Publish versions from a trainer rank: encode its shard's differences, write and remove edges.
 
-No rank holds another rank's values. The differences come from one of two sources:
+A rank publishes its own blocks and needs no other rank's values. The differences come from one of two sources:
 1. If `Updates` know what has changed since the last version, no copy of that version is kept.
 2. Otherwise each rank keeps a copy of its blocks' last published patterns (model bytes / ranks).
 
@@ -57,12 +57,13 @@ class Peers(Protocol):
 
 
 class Updates(Protocol):
-    """Knows what the updates of this rank's values change (rose/trainer/updates.py)."""
+    """Knows which of this rank's values the optimizer's updates have changed, and by how much
+    (rose/trainer/updates.py)."""
 
     known: bool  # true if every change since the last `restart` is known
 
     def restart(self) -> None:
-        """Forget all changes; the next changes are from the current values."""
+        """Forget all changes. From now on, changes are counted from the current values."""
 
     def changes(self, number: int) -> Moves:
         """Return a block's changes."""
@@ -83,8 +84,8 @@ class Publisher:
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
     change until they are published. Readers start from the values read during construction, or from
-    zeros if the plan is an adapter's. If `updates` is given, `updates(plan)` knows what changed
-    from the second version on."""
+    zeros if the plan is an adapter's. If `updates` is given, versions
+    from the second on are encoded from the changes that `updates(plan)` knows."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Find the values that an update of the weights changes, without a copy of the old weights.
 
-Between an optimizer's step and the copy of its float32 values into the bfloat16 ones, a trainer
-rank has both. `Comparison.compare` finds the values that differ. On a GPU two kernels compare and
+After an optimizer's step, and before its float32 values are copied into the bfloat16 ones, a
+trainer rank has the new weights (float32) and the old ones (bfloat16). `Comparison.compare` finds the values that differ. On a GPU two kernels compare and
 compact them (rose/transfer/delta_triton.py). Only positions and differences, 6 bytes a change, go
 to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
 compares.
@@ -47,7 +47,7 @@ class _Window(NamedTuple):
 
 class Comparison:
     """The changes of all groups of values since `clear`. A group is a flat partition: (n,) float32
-    and (n,) bfloat16, both on `device`. `threads` compare on a CPU."""
+    and (n,) bfloat16, both on `device`. `threads`: number of threads that compare on a CPU."""
 
     def __init__(self, device: torch.device, threads: int):
         self._device, self._threads = device, threads

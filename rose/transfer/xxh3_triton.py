@@ -2,9 +2,9 @@
 
 This is the long form of XXH3, for over 240 bytes (xxHash's specification, `doc/xxhash_spec.md`).
 Eight lanes of 64 bits accumulate stripes of 64 bytes, and are scrambled after every 16 stripes.
-Between two scrambles, stripes are only added. So a program of one warp hashes each block, and
-processes 16 stripes as a tile of 16 x 8 words. The host merges the lanes
-(rose/transfer/digests.py). Importing this module imports Triton, which comes with torch for GPUs.
+Between two scrambles, stripes are only added, so their order is free, and 16 stripes are processed
+at once as a tile of 16 x 8 words. One program of one warp hashes one block. The host merges the
+lanes (rose/transfer/digests.py). Importing this module imports Triton, which comes with torch for GPUs.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def _accumulate(blocks, table, lanes_out):
 def accumulate(blocks: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return the lanes (n, 8) int64 of each block, not yet merged.
 
-    `blocks` (n, 4) int64 has each block's address, 8-byte words in a row, bytes from row to row,
-    and words in all (over 30). `table` is (40,) int64. Everything is in one device's memory."""
+    `blocks` (n, 4) int64 has four numbers for each block: its address, the number of 8-byte words
+    of one of its rows, the bytes from one row to the next, and the number of its words (over 30).
+    `table` is (40,) int64. Everything is in one device's memory."""
     lanes = torch.empty(len(blocks), 8, dtype=torch.int64, device=blocks.device)
     _accumulate[(len(blocks),)](
         blocks, table.view(torch.uint64), lanes.view(torch.uint64), num_warps=1

@@ -93,7 +93,10 @@ def test_its_own_choices_replayed_and_what_nobody_recorded_change_nothing(rows, 
 @pytest.mark.parametrize(
     "experts, says",
     [
-        (b"", "g0.1: the experts of its tokens were not recorded, which trainer.router_replay=true"),
+        (
+            b"",
+            "g0.1: the experts of its tokens were not recorded, which trainer.router_replay=true",
+        ),
         (b"\0" * 5, r"5 bytes of experts for 12 tokens; a token has 4 \(2 layers x 2 experts x"),
         (b"\0" * 52, "52 bytes of experts for 12 tokens"),
         (b"\x08" * 4, "expert 8; the model has 8"),

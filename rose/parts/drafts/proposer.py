@@ -1,10 +1,10 @@
 """The proposer that vLLM calls after each engine step (speculative method `custom_class`).
 
 vLLM passes rows of token ids without their request ids. So the worker extension gives the proposer
-its model runner, whose batch has the request ids. These are ROSE's turn ids, which name trajectory
-and group: "g12.5.t2#1#7-..." belongs to trajectory "g12.5" of group "g12". The tokens of a request
-are written into its group's text as they are generated; the prompt, which siblings share, is
-written once.
+vLLM's model runner, whose batch has the request ids. A request id begins with the turn's id:
+"g12.5.t2#1#7-..." is attempt 1 at turn 2 of trajectory "g12.5" in group "g12", and the engine's
+request 7. Tokens are written into their group's text at the next step that looks drafts up. The
+prompt, which a group's trajectories share, is written once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Forwards the tokens of a group's turns to the engines that draft from them.
+"""Forwards the tokens of a group's turns ("siblings") to the engines that draft from them.
 
-All tokens pass the coordinator. Every half second, it sends the new tokens of a group's turns to
-the other engines that hold turns of the group. Nothing waits for them: tokens that arrive late, or
-are lost with an engine, cost drafts, but never change a turn.
+All tokens pass through the coordinator. Every half second, it sends the new tokens of a group's
+turns to the other engines that hold turns of the group. Nothing waits for them. Late or lost tokens
+mean fewer drafts (speculative decoding), but never change a turn.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class Receiver:
         self._arrived.set()
 
     async def run(self) -> None:
-        """Pass siblings' tokens to an engine that drafts. One call runs at a time; tokens that
-        arrive meanwhile go with the next call. Tokens for an engine that is down, or dies
-        meanwhile, are dropped, because only drafts depend on them."""
+        """Pass siblings' tokens and the names of ended groups to this rank's engine. One call runs
+        at a time; what arrives meanwhile goes with the next call. It is dropped if the engine is
+        down, dies or doesn't draft, because only drafts depend on it."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()

@@ -21,9 +21,10 @@ def engine_args(gpus: bool, tensor_parallel: int) -> dict[str, Any]:
 
 
 def graphs(lending: Lending, tensor_parallel: int) -> dict[str, Any]:
-    """Return vLLM's arguments for the CUDA graphs of a rollout engine. A step can only stop where a
-    graph ends, so an engine that stops between layers needs a graph for each piece of the model.
-    Engines with tensor parallelism have no stops."""
+    """Return vLLM's arguments for the CUDA graphs of a rollout engine. With
+    serving.lending.stops=layer its step waits between layers while the online engine computes
+    (rose/parts/lending/vllm/stops.py). It can wait only between CUDA graphs, so each piece of the
+    model gets a graph of its own. Engines with tensor parallelism never wait within a step."""
     stops = lending.stops == "layer" and tensor_parallel == 1
     return {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if stops else {}
 

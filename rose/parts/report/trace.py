@@ -2,8 +2,8 @@
 
 Each rank is a process. Spans that overlap in time go to different threads ("lanes"), except for
 spans inside one another (an env_step in its trajectory, forward_backward in train_step). An arrow
-leads from each trajectory on its environment host through its turns, on the engines that generated
-them.
+begins at each trajectory's span, on its environment host, and passes through the spans of its
+turns, on the engines that generated them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Read trajectories for people to look at: a step's, as they were trained on, from
-rollouts/step-N.msgpack, and those that failed, from failed/.
+"""Read trajectories for people to look at. Those that a step trained on are in
+rollouts/step-N.msgpack, failed ones in failed/.
 
 Tokens become text by the model's tokenizer alone, so nothing of transformers is loaded. If the
 tokenizer can't be found, tokens are shown by their numbers. A trajectory whose history branches has

@@ -6,8 +6,8 @@
 One process (`packer`) does both steps. A capture is urgent if a caller waits for it or if its
 sandbox has begun its next turn. Urgent captures come first, then the oldest. Turns of one sandbox
 are processed in order, and several sandboxes at once, so that a large turn delays no other sandbox.
-The raw captures that wait are bounded. Beyond the bound a turn is skipped, and the next capture
-includes its changes. If a disk is full, checkpointing stops with one message; the run goes on.
+The bytes of raw captures that wait are bounded. Beyond the bound a turn is skipped, and the next
+capture includes its changes. If a disk is full, checkpointing stops with one message; the run goes on.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Counters:
 
 @dataclass(eq=False)
 class Ticket:
-    """A capture in the queue. `packed` resolves when it is in the local store, and `stored` when it
-    is in the shared store: to "", or to an error. `parent`, `keep_image`: as in `Store.save`."""
+    """A capture in the queue. `packed` and `stored` resolve, to "" once it is in the local and in
+    the shared store, or to an error. `parent`, `keep_image`: as in `Store.save`."""
 
     name: str
     turn: int

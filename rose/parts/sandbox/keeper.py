@@ -6,7 +6,8 @@ It is small and has one thread, so that it can fork a sandbox in a millisecond. 
 mount namespaces of the keeper and the sandboxes, so they vanish with these processes. When the host
 ends, its socket closes, and the keeper ends the sandboxes. When the keeper is killed, the
 parent-death signal kills the sandboxes. Only control groups can remain, and the next keeper removes
-them. With root, each sandbox has host users of its own (users.py), else all have the keeper's user.
+them. With root, each sandbox's users are a range of the machine's users that no other sandbox has
+(users.py). Without root, all sandboxes run as the keeper's user.
 """
 
 from __future__ import annotations
@@ -161,7 +162,9 @@ class Keeper:
             self.groups.remove(f"{self.name}-{number}")
 
     def handle(self, order: dict[str, Any], fds: list[int]) -> None:
-        """Create a sandbox, or begin an order for a sandbox. `fds`: received descriptors."""
+        """Carry out an order, and close its descriptors `fds`. An order without "do" creates a
+        sandbox, and the answer goes to the first of `fds`. With "do" it begins a check, a capture
+        or a restore in a sandbox."""
         if "do" in order:
             self.begin_beside(order, fds)
         else:
@@ -188,19 +191,20 @@ class Keeper:
         """Fork process 1 of a new sandbox and return its id. It waits until it is in its control
         group and is the keeper's child. `saved`: file descriptors of a listing and its contents, if
         the sandbox begins with such files. `user`: the first of its host users, 0 without root."""
-        lower = self.lower(spec["image"], user)
-        go, mapped = os.pipe(), os.pipe()
+        lower, go, mapped = self.lower(spec["image"], user), os.pipe(), os.pipe()
         ours, said = socket.socketpair()
         first = os.fork()
         if first == 0:
             try:
                 reset_signals()
+                os.close(mapped[1])  # the keeper's end, whose closing shows its error
                 if user:  # because a namespace's resources count for its creator, too
                     kernel.become(user)
                 kernel.unshare(NEW_NAMESPACES)
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
-                os.read(mapped[0], 1)
+                if os.read(mapped[0], 1) != b"m":
+                    os._exit(1)
                 with contextlib.suppress(PermissionError):  # groups stay unmapped without root
                     os.setgroups([])
                 os.setresgid(0, 0, 0)
@@ -226,7 +230,6 @@ class Keeper:
                 users.write_maps(str(first), mapped_users, mapped_users, groups=self.root)
                 os.write(mapped[1], b"m")
                 words = ours.recv(4096)
-            os.close(mapped[1])
             # After this, the keeper is the parent of process 1, which dies with its parent.
             os.waitpid(first, 0)
             if not words.isdigit():
@@ -238,7 +241,7 @@ class Keeper:
             raise
         finally:
             ours.close()
-            for fd in (*go, mapped[0]):
+            for fd in (*go, *mapped):
                 os.close(fd)
             if user and spec["image"] is not None:  # a mount that the sandbox has copied
                 kernel.unmount(lower)

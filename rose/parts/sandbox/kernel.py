@@ -1,8 +1,8 @@
 """System calls of Linux that Python's library lacks: namespaces, mounts, capabilities, seccomp.
 
-The numbers of calls are those of x86-64 and arm64, which have the same numbers from 424 on
-(asm-generic/unistd.h). Other machines are not supported. Every function raises `OSError` with the
-call's name. libseccomp builds seccomp's filter; every distribution with systemd has it.
+System call numbers are those of x86-64 and arm64, which agree from 424 on (asm-generic/unistd.h).
+Other machines are not supported. Functions raise `OSError`, where it is a call of libc's with its
+name. The seccomp filter is built with libseccomp, which every distribution with systemd has.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    _check(LIBC.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+    _check(LIBC.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
 def bind(source: str, target: str, read_only: bool = False) -> None:
@@ -168,7 +168,12 @@ def set_attributes(
     value = struct.pack("QQQQ", attributes, 0, 0, user_namespace)
     flags = (AT_RECURSIVE if recursive else 0) | (0 if path else AT_EMPTY_PATH)
     done = LIBC.syscall(
-        ctypes.c_long(MOUNT_SETATTR), at, path.encode(), flags, value, ctypes.c_size_t(len(value))
+        ctypes.c_long(MOUNT_SETATTR),
+        at,
+        os.fsencode(path),
+        flags,
+        value,
+        ctypes.c_size_t(len(value)),
     )
     _check(done, f"mount_setattr({path}, {attributes:#x})")
 
@@ -176,13 +181,18 @@ def set_attributes(
 def mount_idmapped(source: str, target: str, user_namespace: int) -> None:
     """Mount `source` read-only, with owners mapped by `user_namespace` (a file descriptor)."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC
-    tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, source.encode(), flags)
+    tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, os.fsencode(source), flags)
     _check(tree, f"open_tree({source})")
     try:
         attributes = ATTR_IDMAP | ATTR_RDONLY | ATTR_NODEV
         set_attributes(tree, "", attributes, user_namespace)
         moved = LIBC.syscall(
-            ctypes.c_long(MOVE_MOUNT), tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH
+            ctypes.c_long(MOVE_MOUNT),
+            tree,
+            b"",
+            AT_FDCWD,
+            os.fsencode(target),
+            MOVE_MOUNT_F_EMPTY_PATH,
         )
         _check(moved, f"move_mount to {target}")
     finally:

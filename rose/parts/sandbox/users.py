@@ -4,7 +4,7 @@ With root, each sandbox has a range of host users that no other sandbox of the m
 sandboxes don't share the resources that the kernel limits per user: file descriptors in flight
 (SCM_RIGHTS), instances and watches of inotify, fanotify and epoll, pages of pipes, pending signals.
 Without root, all sandboxes run as the user who started them, and share that user's resources. Then
-only `kernel.limit_watches` bounds a sandbox's part of them.
+only its part of inotify and fanotify is bounded, by `kernel.limit_watches`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ranges:
         self._spaces: dict[int, int] = {}  # first user -> a user namespace with its map
 
     def take(self) -> int:
-        """Return the first user of a range. Raises OSError if all are taken."""
+        """Claim a free range and return its first user. Raises OSError if all are taken."""
         if self._free:
             return self._free.pop(0)
         start = int.from_bytes(os.urandom(4))

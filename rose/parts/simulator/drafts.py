@@ -1,8 +1,8 @@
 """A model of an engine that drafts tokens from the text of its requests and of their ended siblings
 (live: rose/parts/drafts).
 
-All requests with the same number of ended siblings advance by the same mean number of tokens a
-step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded, as in
+All requests of one level, a range of numbers of ended siblings, advance by the same mean number of
+tokens a step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded, as in
 `SimEngine`. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py). A
 step takes at least as long as the matrix products of all its tokens. Each request also costs a
 lookup. At each change of the batch the live engine's rule (`rose.parts.drafts.gain.fastest`)
@@ -71,12 +71,14 @@ class DraftingEngine(SimEngine):
         self._flat = 0.0  # seconds of a step without prefill and without attention
 
     def tokens_by(self, now: float, seq: Sequence) -> int:
+        """See `SimEngine.tokens_by`. The steps that have ended of this run of decode steps count
+        with the level's mean rate, rounded down to whole tokens."""
         self._catch_up(now)
         if seq._state != DECODE:
             return seq.attempt_tokens
-        level, done = self._levels[seq._level], 0 if self._chunks else self._steps_before(now)
+        level, steps = self._levels[seq._level], 0 if self._chunks else self._steps_before(now)
         return seq.attempt_tokens + self._whole_tokens(
-            seq, level.done + done * level.rate - seq._decode_start
+            seq, level.done + steps * level.rate - seq._decode_start
         )
 
     def sibling_ended(self, now: float, group: str) -> bool:

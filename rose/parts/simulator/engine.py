@@ -3,12 +3,12 @@ scheduler with chunked prefill).
 
 In each engine step every decoding sequence generates one token, and the rest of
 `max_batched_tokens` goes to prefill chunks, first come first served. A sequence is admitted while
-fewer than `max_sequences` run and its context fits the KV cache. When the cache is full, the newest
-sequence is preempted and recomputed later.
+fewer than `max_sequences` run and its context fits the KV cache, or while none runs. When the cache
+is full, the newest sequence is preempted and recomputed later.
 
-While no sequence is in prefill, the batch changes only when the first sequence ends. One event
-stands for this whole run of decode steps: with D sequences each step is c4 D seconds longer than
-the step before (`spec.StepTime`), so that the sum has a closed form.
+While no sequence is in prefill, the batch stays the same until a sequence ends, comes or goes, or
+the cache is full. Such a run of decode steps is one event. Its duration has a closed form: D
+sequences attend to D more tokens at each step, which adds c4 D seconds (`spec.StepTime`).
 
 All times are work time: seconds of a device that this engine has to itself (see
 `rose.parts.simulator.lending.Pace`).
@@ -384,7 +384,7 @@ class SimEngine:
             self._at = now
 
     def _admit(self) -> None:
-        """Admit waiting sequences, first come first served, while they fit."""
+        """Admit waiting sequences, first come first served, while they fit or none runs."""
         waiting = self._waiting
         while waiting and self._decodes + len(self._prefill) < self._max_sequences:
             seq = waiting[0]

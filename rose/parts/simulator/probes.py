@@ -1,7 +1,7 @@
 """Small simulated clusters with known answers, and a large one to measure the simulator's speed.
 
-`queue` is an open queue: single-turn trajectories arrive as a Poisson process at engines in which
-each sequence of a batch costs the same time per token. With one sequence per engine and exponential
+`queue` is an open queue: single-turn trajectories arrive as a Poisson process at engines whose
+steps last a fixed time per sequence in the batch. With one sequence per engine and exponential
 lengths this is M/M/k; with many sequences in one engine it is processor sharing, M/G/1-PS.
 """
 
@@ -125,11 +125,13 @@ def dedicated(workers: int, engine: spec.Engine) -> spec.Pool:
 
 
 def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
-    """Simulate a training step on `gpus` one-GPU engines, with cache-affine routing."""
+    """Simulate a large training step, to measure the simulator's speed: `trajectories` in groups of
+    16 (a remainder is left out), of `turns` turns each, on `gpus` one-GPU engines with cache-affine
+    routing."""
     step = spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8)  # made up: like 8B parameters on an H800
     engine = spec.Engine(step, 64, 8192, 400_000, True)  # made up: likewise
-    group_size = 16  # made up: as ROSE's evaluation has it
-    tick_s, progress_s = 0.5, 30.0  # made up: as conf/sim has them
+    group_size = 16  # made up: as conf/experiment/rose_8b.yaml has it
+    tick_s, progress_s = 0.5, 30.0  # made up: as conf/experiment/rose_8b.yaml has them
     what = spec.Spec(
         "scale",
         1,

@@ -1,12 +1,13 @@
 """Sandboxes in simulated time: they start, run commands, are saved, die with their host, and
 continue on another host.
 
-    open -> memory -> start, restore, replay -> ready -> command -> observed: the model generates
-              ^                                             |
+    open -> wait for memory -> start or restore -> ready -> command -> observed: the model generates
+              ^                                               |
               +--- host lost, or moved <--- stored <--- classify, capture: the next command waits
 
-Commands, starts and captures share the host's cores. Bytes pass two queues, first come first
-served: each host's link, then the store. The live queue has priorities; this one has none.
+A host may be lost at any time; a move waits until all turns are stored. Commands, starts and
+captures share the host's cores. Captured bytes pass two queues, each host's link and then the
+store's, first come first served. Live, urgent captures go first (rose/parts/sandbox/engine.py).
 
 A turn is saved when its bytes are stored. A turn that changed nothing is saved together with the
 turn before it. Captured bytes that are not stored yet are lost with their host.

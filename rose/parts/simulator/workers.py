@@ -1,4 +1,5 @@
-"""The simulated workers: engines that join, load weights, lend more or less memory, and leave.
+"""The simulated workers: engines that join, load weights, are lent more or less memory, and
+leave.
 
 rose.parts.simulator.driver handles their turns, rose.parts.simulator.engine models their engines,
 and rose.parts.simulator.supply decides when workers join and leave.
@@ -315,7 +316,8 @@ class Workers:
         return longest
 
     def results(self) -> tuple[list[result.Worker], list[result.ServingUse]]:
-        """Return the use of every worker, and the online serving of each pool."""
+        """End the open spans now. Return what each worker did, and the load and latencies of online
+        serving in each pool that runs rollouts beside it."""
         now, found = self._loop.now, []
         observers = {
             pool.name: lending.Observer(pool.name, pool.serving, now)

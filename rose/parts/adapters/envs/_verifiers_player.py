@@ -2,10 +2,11 @@
 environment, as `PYTHON -P _verifiers_player.py`, and imports nothing of ROSE.
 
 The first line of the standard input has the settings (`Verifiers.settings` in verifiers.py). The
-first line of the standard output has the numbers of tasks, or an error. Each further input line
-starts an episode or cancels one, and each output line is an episode's reward or error. Any number
-of episodes run at once. The program ends with its input. The library would install its own chat
-programs from the network, and start one for each episode. `Chat` runs their loop in this process.
+first line of the standard output has the numbers of tasks and their digest, or an error. Each
+further input line starts an episode or cancels one, and each output line is an episode's reward or
+error. Any number of episodes run at once. The program ends with its input. For a role without a
+program the library would install a chat program from the network and start it for each episode;
+instead, `Chat` runs that loop in this process.
 """
 
 import asyncio
@@ -111,9 +112,12 @@ class Chat(vf.Harness[ChatConfig]):
 
 
 class Player:
-    """An environment with its tasks: `train` and `held_out`. Raises `Refused`."""
+    """An environment with its tasks: `train` and `held_out`. The policy plays the one role that has
+    no `client` of its own. Raises `Refused`."""
 
     def __init__(self, settings):
+        """`settings["held_out"]` has other arguments of the tasks, or the share of tasks to take.
+        The other settings are as in `Verifiers.settings`."""
         self.settings, self.id = settings, settings["id"]
         config = self._config(settings["args"])
         try:
@@ -126,7 +130,7 @@ class Player:
             raise Refused(
                 "env",
                 f"{self.id} has the roles {', '.join(roles)}, of which {len(trained)} have no "
-                "`client` of their own; one of them is trained, so give the others one each",
+                "`client` of their own; exactly one must have none, which is the one that is trained",
             )
         self.role = trained[0]
         held_out = settings["held_out"]

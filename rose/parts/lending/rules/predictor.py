@@ -2,13 +2,14 @@
 
 T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, with all c >= 0. P is the
 number of prompt tokens, in chunks of P_i; a token of chunk i attends to ctx_i tokens on average. D
-is the number of decodes. c0 is the time to read the weights once, the least time of a prefill. c5
-is the fixed cost of every step.
+is the number of decodes. c0 is the time to read the weights once. Every step takes it, and prefill
+adds time only beyond it. c5 is the fixed cost of every step.
 
-The coefficients are fitted on the device (rose.parts.lending.profile). Every observed step then
-refines two things: a slowly moving scale, which depends on the fitted time, and the last residuals.
-Steps with prefill and steps that only decode have separate scales and residuals, because their
-noise differs. Pure; not thread-safe.
+The coefficients are fitted on the device (rose.parts.lending.profile), which gives T, the fitted
+time of a step. Every observed step then updates two things: the scale, a slowly moving factor on T
+that may differ for short and long steps, and the last ratios of measured to predicted time, which
+give the P99. Steps with prefill and steps that only decode have their own, because their noise
+differs. Pure; not thread-safe.
 """
 
 from __future__ import annotations
@@ -167,9 +168,10 @@ class Predictor:
 
 
 class _Residuals:
-    """The last measured / predicted times of one kind of step, and the scale that follows them. The
-    log scale is a linear function of the log fitted time, by least squares with exponential
-    forgetting. A single factor would be wrong for both small and large steps of an engine."""
+    """The last ratios of measured to predicted time of one kind of step, and the scale: the expected
+    ratio of measured to fitted time. Its log is a straight line over the log of the fitted time,
+    fitted by least squares with exponential forgetting. One factor for all steps would be a
+    compromise that suits neither small nor large ones."""
 
     def __init__(self, ratios: Iterable[float]) -> None:
         self.last = deque(ratios, maxlen=WINDOW)

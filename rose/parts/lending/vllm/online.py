@@ -3,8 +3,8 @@
     --scheduler-cls rose.parts.lending.vllm.online.scheduler   (`rose serve` starts the server so)
 
 It schedules requests as vLLM does, except that lent KV memory is not in its pool. As soon as
-requests need this memory, the scheduler requests it on its board. It uses the memory when the
-rollout engine's board shows that it was released.
+requests need this memory, the scheduler asks for it on its board, and uses it once the rollout
+engine has released it (as its board shows) or is gone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OnlineScheduler(Member):
         self._asked_at: float | None = None  # time at which requests began to wait for lent memory
         self._releasing = False  # true if more memory will be released at later steps
         self._moved_at = 0.0  # time of the last move of memory beside a step in flight
-        self.state.kv_held = self.device.kv_bytes  # correct once the workers report their memory
+        self.state.kv_held = self.device.kv_bytes  # until `begin` knows what the workers hold
 
     def attach(self, core) -> None:
         if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
@@ -272,7 +272,7 @@ class OnlineScheduler(Member):
         )
 
     def _decode_s(self) -> float:
-        """Predict the seconds of a step that decodes all running requests; 0 without any."""
+        """Predict the seconds of a step of all decoding requests; 0 if none decodes."""
         running = [
             self.requests[name].num_computed_tokens
             for name, seen in self._seen.items()

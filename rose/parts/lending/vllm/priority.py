@@ -2,15 +2,15 @@
 
 This is not used on a GPU, where kernels of two processes alternate whatever their priorities.
 
-With Linux's SCHED_IDLE, these threads run only on cores that no other thread wants. While the
+With Linux's SCHED_IDLE, these threads get 0.3% of a core that another thread wants. While the
 online engine keeps the cores busy, a rollout step may not end for a long time, and memory is only
 released between steps. So the online engine raises the threads to the normal priority while it
 waits for memory. The user must be allowed to do that (root, or an RLIMIT_NICE of 20 or more).
-Otherwise the threads only get a nice value of 19, with which they always get a sixty-eighth of the
-core.
+Otherwise the threads only get a nice value of 19, with which each gets 1/69 of a core that it
+shares with one thread of normal priority.
 
-Both only take effect within a session: Linux's autogroups share cores between sessions and ignore
-the priorities of their threads. So `rose serve` keeps both engines in one session.
+SCHED_IDLE and nice values only rank threads of one session, because Linux's autogroups first divide
+cores between sessions. So `rose serve` keeps both engines in one session.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 The gate (rose/parts/lending/rules/gate.py) decides how many tokens each step may compute. A shut
 gate is polled, less often the longer it has been shut. KV memory beyond the budget
-(rose/parts/lending/rules/budget.py) is not in vLLM's pool. When the budget falls, whole requests
-are evicted at once, beginning with those that lose the least work. They end with stop reason
-`plugin.EVICTED` and the tokens generated so far.
+(rose/parts/lending/rules/budget.py) is not in vLLM's pool. When the budget falls below what running
+requests need, whole requests are evicted, first those that lose the least work. They end with stop
+reason `plugin.EVICTED` and the tokens generated so far.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ class RolloutScheduler(Member):
             self._fit_memory()
 
     def _fit_memory(self) -> None:
-        """Map memory up to the budget. Or release memory beyond it, and evict requests for that."""
+        """Map memory up to the budget, or release memory beyond it and evict requests for that. Also
+        evict requests that wait and are too large for the lent memory."""
         target, held = self._target(self._budget), self.pool.mapped
         if not self._differs(target):
             target = held
@@ -262,7 +263,9 @@ class RolloutScheduler(Member):
             )
         self._moves_memory = True
         try:
-            if target < held:  # the release waits for the step in flight
+            if target < held:
+                # The release waits for the step in flight, which the online engine's stop flag must
+                # therefore not hold.
                 self._flag.ignored = True
             self._publish_budget(self.pool.limit(self.pool.total, target))
         finally:

@@ -1,8 +1,8 @@
-"""mode=plan: finds the numbers of dedicated and borrowed GPUs that reach a target, and says why.
+"""mode=plan: finds the cheapest numbers of dedicated and borrowed GPUs with which a step takes at
+most a target time, and gives the reasons.
 
 Every pair of sim.plan.dedicated x sim.plan.borrowed is simulated with the configured system. The
-cheapest pair that reaches the target is advised, where a borrowed GPU costs
-sim.plan.borrowed_price of a dedicated one.
+price of a borrowed GPU is sim.plan.borrowed_price times that of a dedicated one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Answer:
 
 
 def target(c: Config) -> float:
-    """Return the seconds that a step may take. Raises `ConfigError` unless one target is given."""
+    """Return the seconds that a step may take. Raises `ConfigError` unless exactly
+    one target is given."""
     p = c.sim.plan
     if (p.steps_per_hour is None) == (p.hours is None):
         raise ConfigError(
