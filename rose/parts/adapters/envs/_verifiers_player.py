@@ -130,7 +130,7 @@ class Player:
             raise Refused(
                 "env",
                 f"{self.id} has the roles {', '.join(roles)}, of which {len(trained)} have no "
-                "`client` of their own; exactly one must have none, which is the one that is trained",
+                "`client` of their own; exactly one must have none: the one that is trained",
             )
         self.role = trained[0]
         held_out = settings["held_out"]

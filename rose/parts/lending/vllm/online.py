@@ -91,7 +91,7 @@ class OnlineScheduler(Member):
         self._asked_at: float | None = None  # time at which requests began to wait for lent memory
         self._releasing = False  # true if more memory will be released at later steps
         self._moved_at = 0.0  # time of the last move of memory beside a step in flight
-        self.state.kv_held = self.device.kv_bytes  # until `begin` knows what the workers hold
+        self.state.kv_held = self.device.kv_bytes  # estimate until `begin`
 
     def attach(self, core) -> None:
         if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
