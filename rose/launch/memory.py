@@ -1,10 +1,10 @@
 """Estimate how much memory each role needs on one device, item by item, in GiB. Pure.
 
 P is the number of the model's parameters. A are trained: all, or trainer.lora's own, which come on
-top of P. N is the number of
-trainer ranks, b the bytes per element of the role's dtype, h the hidden size, i the width of the
-MLP, T = trainer.micro_batch_tokens / trainer.sequence_parallel. Statements about DeepSpeed come
-from its code (0.19.8), and tests/trainer/test_allocated.py measures them (without an adapter).
+top of P. N is the number of trainer ranks, b the bytes per element of the role's dtype, h the
+hidden size, i the width of the MLP, T = trainer.micro_batch_tokens / trainer.sequence_parallel.
+Statements about DeepSpeed come from its code (0.19.8), and tests/trainer/test_allocated.py measures
+them (without an adapter).
 
 Trainer, throughout a step (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
 there):

@@ -243,7 +243,8 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Call this before each forward pass. `last`: it is the update's last, equal on all ranks."""
+        """Call this before each forward pass. `last`: it is the update's last, equal on all
+        ranks."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 

@@ -3,10 +3,10 @@ ALST (arXiv 2506.13996) has for Hugging Face models.
 
 N neighbouring ranks compute the same rows. In all layers but attention, each has an Nth of every
 sequence. In attention, an all-to-all first gives it the whole sequence for an Nth of the heads, and
-a second one reverses that. The ranks then gather the log-probabilities of all parts, so that each computes the
-loss of whole rows, but differentiates it through its own part. The gradients of the N ranks add up
-to the gradient of a rank that computes alone. ZeRO sums gradients over all ranks anyway, so it need
-not know the group.
+a second one reverses that. The ranks then gather the log-probabilities of all parts, so that each
+computes the loss of whole rows, but differentiates it through its own part. The gradients of the N
+ranks add up to the gradient of a rank that computes alone. ZeRO sums gradients over all ranks
+anyway, so it need not know the group.
 
 Not used: DeepSpeed's adapter of data loaders, and its tiled loss (the head has its own chunks). Not
 supported: layers that attend to less than the whole context.

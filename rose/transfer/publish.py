@@ -1,6 +1,7 @@
 """Publish versions from a trainer rank: encode its shard's differences, write and remove edges.
 
-A rank publishes its own blocks and needs no other rank's values. The differences come from one of two sources:
+A rank publishes its own blocks and needs no other rank's values. The differences come from one of
+two sources:
 1. If `Updates` know what has changed since the last version, no copy of that version is kept.
 2. Otherwise each rank keeps a copy of its blocks' last published patterns (model bytes / ranks).
 
@@ -84,8 +85,8 @@ class Publisher:
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
     change until they are published. Readers start from the values read during construction, or from
-    zeros if the plan is an adapter's. If `updates` is given, versions
-    from the second on are encoded from the changes that `updates(plan)` knows."""
+    zeros if the plan is an adapter's. If `updates` is given, versions from the second on are
+    encoded from the changes that `updates(plan)` knows."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Find the values that an update of the weights changes, without a copy of the old weights.
 
 After an optimizer's step, and before its float32 values are copied into the bfloat16 ones, a
-trainer rank has the new weights (float32) and the old ones (bfloat16). `Comparison.compare` finds the values that differ. On a GPU two kernels compare and
-compact them (rose/transfer/delta_triton.py). Only positions and differences, 6 bytes a change, go
-to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
-compares.
+trainer rank has the new weights (float32) and the old ones (bfloat16). `Comparison.compare` finds
+the values that differ. On a GPU two kernels compare and compact them
+(rose/transfer/delta_triton.py). Only positions and differences, 6 bytes a change, go to the host,
+through page-locked memory on a stream of their own. On a CPU the codec's own loop compares.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ This is the long form of XXH3, for over 240 bytes (xxHash's specification, `doc/
 Eight lanes of 64 bits accumulate stripes of 64 bytes, and are scrambled after every 16 stripes.
 Between two scrambles, stripes are only added, so their order is free, and 16 stripes are processed
 at once as a tile of 16 x 8 words. One program of one warp hashes one block. The host merges the
-lanes (rose/transfer/digests.py). Importing this module imports Triton, which comes with torch for GPUs.
+lanes (rose/transfer/digests.py). Importing this module imports Triton, which comes with torch for
+GPUs.
 """
 
 from __future__ import annotations

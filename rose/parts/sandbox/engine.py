@@ -7,7 +7,8 @@ One process (`packer`) does both steps. A capture is urgent if a caller waits fo
 sandbox has begun its next turn. Urgent captures come first, then the oldest. Turns of one sandbox
 are processed in order, and several sandboxes at once, so that a large turn delays no other sandbox.
 The bytes of raw captures that wait are bounded. Beyond the bound a turn is skipped, and the next
-capture includes its changes. If a disk is full, checkpointing stops with one message; the run goes on.
+capture includes its changes. If a disk is full, checkpointing stops with one message; the run goes
+on.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 (live: rose/parts/drafts).
 
 All requests of one level, a range of numbers of ended siblings, advance by the same mean number of
-tokens a step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded, as in
-`SimEngine`. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py). A
-step takes at least as long as the matrix products of all its tokens. Each request also costs a
-lookup. At each change of the batch the live engine's rule (`rose.parts.drafts.gain.fastest`)
-chooses the number of drafted tokens, but from the true step times instead of fitted ones.
+tokens a step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are
+fast-forwarded, as in `SimEngine`. A drafted token costs as much as a decode
+(rose/parts/lending/rules/predictor.py). A step takes at least as long as the matrix products of all
+its tokens. Each request also costs a lookup. At each change of the batch the live engine's rule
+(`rose.parts.drafts.gain.fastest`) chooses the number of drafted tokens, but from the true step
+times instead of fitted ones.
 
 The model leaves out:
 - differences between the requests of one step, the KV of drafted tokens, and the gate's probes;

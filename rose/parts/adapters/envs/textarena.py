@@ -1,11 +1,11 @@
 r"""Games of TextArena: the policy alone, or against a random or scripted opponent.
 
 A turn's text is the move, in the form of the game's rules. The observation has the game's messages
-to the player since its last turn. TextArena uses the global random number
-generators of Python and NumPy. So each game keeps their states for itself, and they are put in
-place for each of its moves. Moves are computed in threads, one at a time in the process. Not
-supported: several policies in one game, and games that need a download, an API key or a newer
-Python (refused before the start). Package: textarena (Guertler et al., 2025, arXiv:2504.11442).
+to the player since its last turn. TextArena uses the global random number generators of Python and
+NumPy. So each game keeps their states for itself, and they are put in place for each of its moves.
+Moves are computed in threads, one at a time in the process. Not supported: several policies in one
+game, and games that need a download, an API key or a newer Python (refused before the start).
+Package: textarena (Guertler et al., 2025, arXiv:2504.11442).
 """
 
 from __future__ import annotations

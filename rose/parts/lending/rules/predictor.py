@@ -168,9 +168,9 @@ class Predictor:
 
 
 class _Residuals:
-    """The last ratios of measured to predicted time of one kind of step, and the scale: the expected
-    ratio of measured to fitted time. Its log is a straight line over the log of the fitted time,
-    fitted by least squares with exponential forgetting. One factor for all steps would be a
+    """The last ratios of measured to predicted time of one kind of step, and the scale, the
+    expected ratio of measured to fitted time. Its log is a straight line over the log of the fitted
+    time, fitted by least squares with exponential forgetting. One factor for all steps would be a
     compromise that suits neither small nor large ones."""
 
     def __init__(self, ratios: Iterable[float]) -> None:

@@ -243,8 +243,8 @@ class RolloutScheduler(Member):
             self._fit_memory()
 
     def _fit_memory(self) -> None:
-        """Map memory up to the budget, or release memory beyond it and evict requests for that. Also
-        evict requests that wait and are too large for the lent memory."""
+        """Map memory up to the budget, or release memory beyond it and evict requests for that.
+        Also evict requests that wait and are too large for the lent memory."""
         target, held = self._target(self._budget), self.pool.mapped
         if not self._differs(target):
             target = held
