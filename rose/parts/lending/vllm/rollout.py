@@ -138,17 +138,11 @@ class RolloutScheduler(Member):
     def _pass_gate(self) -> int:
         """Wait until the gate admits tokens; return their number. Returns 0 after WAIT_S, or sooner
         if the engine's loop has other work."""
-        end = time.monotonic() + WAIT_S
+        end, work = time.monotonic() + WAIT_S, work_of([*self.running, *self.waiting])
         while True:
             now = time.monotonic()
             ahead = self._in_flight_s(self._predictor) if self._predictor else (0.0, 0.0)
-            admission = self._gate.admit(
-                now,
-                self._online.read(),
-                self.control.read(),
-                work_of([*self.running, *self.waiting]),
-                ahead,
-            )
+            admission = self._gate.admit(now, self._online.read(), self.control.read(), work, ahead)
             self._note(admission.reason, now)
             if admission.tokens or not self.has_unfinished_requests():
                 self._moved_at = now
