@@ -63,7 +63,7 @@ def test_events_begin_new_files_again_once_there_is_room(tmp_path, monkeypatch):
     made, folder = Recorder(tmp_path, 4, "trainer", "trainer-0"), tmp_path / "events/1"
     made.instant("before")
     with monkeypatch.context() as full:
-        full.setattr(made, "_open", lambda: (_ for _ in ()).throw(OSError(28, "full")))
+        full.setattr(made, "_open_file", lambda: (_ for _ in ()).throw(OSError(28, "full")))
         made._begin_segment()
     assert [path.name for path in folder.iterdir()] == ["trainer-4.jsonl"]
     made._begin_segment()

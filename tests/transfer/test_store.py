@@ -2,6 +2,7 @@
 what is needed."""
 
 import errno
+import functools
 import resource
 import shutil
 import signal
@@ -185,7 +186,8 @@ def test_trainer_ranks_that_would_cut_the_model_in_different_ways_are_told(tmp_p
 
     def make(rank):
         plan, peer = (world, other)[rank].plan, Peer(world, rank)
-        return Publisher(tmp_path / "third", plan, peer, world.read, 1, 8, 2, 1.0)
+        read = functools.partial(world.read, rank=rank)
+        return Publisher(tmp_path / "third", plan, peer, read, 1, 8, 2, 1.0)
 
     with pytest.raises(TransferError, match="third: trainer rank 1 would cut the model in another"):
         world.together(make)
