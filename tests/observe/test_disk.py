@@ -70,8 +70,8 @@ def test_events_begin_new_files_again_once_there_is_room(tmp_path, monkeypatch):
     made.instant("after")
     made.close()
     assert len(list(folder.iterdir())) == 2
-    made = Recorder(tmp_path, 5, "trainer", "trainer-1")
     monkeypatch.setattr(recorder, "FLUSH_SECONDS", 0.01)
+    made = Recorder(tmp_path, 5, "trainer", "trainer-1")
     for number in range(2, 5):
         made.instant(f"n{number}")
         until(lambda: len([*folder.glob("trainer-5*")]) >= number, "the next file")
