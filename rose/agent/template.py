@@ -170,7 +170,8 @@ def takes_parts(template: str) -> bool:
         root = _compile_jinja_template(template).environment.parse(template)
     except TemplateError:
         return False
-    return any(isinstance(loop.target, nodes.Name) for loop in _content_loops(root))
+    first = next(_content_loops(root), None)
+    return first is not None and isinstance(first.target, nodes.Name)
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
@@ -191,11 +192,10 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
                     return
                 lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
-    items = {  # names of variables that hold one message
-        loop.target.name
-        for loop in loops
-        if _name(loop.iter) in lists and isinstance(loop.target, nodes.Name)
-    }
+    targets = [loop.target for loop in loops if _name(loop.iter) in lists]
+    if not all(isinstance(target, nodes.Name) for target in targets):
+        return  # Nor can vLLM follow messages that a loop unpacks.
+    items = {target.name for target in targets}  # names of variables that hold one message
     # id of each loop in a macro -> names of the macro's parameters that get a content from a call
     parameters: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):

@@ -425,6 +425,12 @@ def test_a_content_is_given_in_parts_where_vllm_gives_it_so():
     found = [path for path in TRL_TEMPLATES.glob("*.jinja") if "training" not in path.name]
     texts = [path.read_text() for path in found]
     texts += [t for t in STYLES.values() if isinstance(t, str)]
+    parts = "{% for part in m.content %}{{ part }}{% endfor %}"
+    texts += [
+        "{% for m in messages %}{% for k, v in m.content %}{% endfor %}" + parts + "{% endfor %}",
+        "{% for role, group in messages | groupby('role') %}{% endfor %}"
+        "{% for part in content %}{{ part }}{% endfor %}",
+    ]
     theirs = {text: _detect_content_format(text, default="string") == "openai" for text in texts}
     assert {text: takes_parts(text) for text in texts} == theirs
     assert len(set(theirs.values())) == 2

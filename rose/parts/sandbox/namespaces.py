@@ -197,7 +197,6 @@ class Namespaces:
     def __init__(self, keeper: Keeper, control: socket.socket) -> None:
         self.keeper = keeper
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._gone = asyncio.Event()
         self._on_end: Callable[[str], None] = lambda words: None
         self.pid = 0  # id of process 1 on the host
         self.user = 0  # host user of the sandbox's root, 0 without root
@@ -215,7 +214,6 @@ class Namespaces:
     def _event(self, message: dict[str, Any] | None) -> None:
         """Handle a message that is not an answer, or None for the socket's end."""
         if message is None:
-            self._gone.set()
             self._fail_start(f"the sandbox ended while it was made{self._why}")
             self._on_end(f"the sandbox's first process has ended{self._why}")
         elif "broken" in message:
