@@ -192,10 +192,12 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
                     return
                 lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
-    targets = [loop.target for loop in loops if _name(loop.iter) in lists]
-    if not all(isinstance(target, nodes.Name) for target in targets):
-        return  # Nor can vLLM follow messages that a loop unpacks.
-    items = {target.name for target in targets}  # names of variables that hold one message
+    items: set[str] = set()  # names of variables that hold one message
+    for loop in loops:
+        if _name(loop.iter) in lists:
+            if not isinstance(loop.target, nodes.Name):
+                return  # Nor can vLLM follow messages that a loop unpacks.
+            items.add(loop.target.name)
     # id of each loop in a macro -> names of the macro's parameters that get a content from a call
     parameters: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):
