@@ -106,6 +106,40 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
     assert not groups_of(keeper)
 
 
+# A keeper that can map no user into a sandbox.
+UNMAPPED = """#!{python} -S
+import sys
+from rose.parts.sandbox import keeper, users
+
+def refuse(process, *maps, groups):
+    if process != "self":
+        raise PermissionError("no map")
+    mapped(process, *maps, groups=groups)
+
+mapped, users.write_maps = users.write_maps, refuse
+del sys.argv[1:-1]
+keeper.main()
+"""
+
+
+async def test_a_sandbox_whose_users_cannot_be_mapped_leaves_no_process(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(UNMAPPED.format(python=sys.executable))
+    python.chmod(0o755)
+    with monkeypatch.context() as other:
+        other.setattr(sys, "executable", str(python))
+        made = probe.Keeper.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(SandboxError, match="no map"):
+                await made.begin(Spec())
+        here = psutil.Process(made.process.pid)
+        processes.until(lambda: not here.children(), "the end of its first processes")
+        assert here.num_fds() < 20
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize(
     "wrong, words",
     [
