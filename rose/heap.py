@@ -1,8 +1,8 @@
 """Settings of glibc's heap for engines and trainers on a CPU: keep freed memory, and populate pages
 before an engine step needs them.
 
-Activations of changing size are allocated between small long-lived objects. So the heap grows
-whenever an engine step batches requests in a new way. A step in which the heap grows takes page
+Activations of changing size are allocated between small long-lived objects. So the heap can grow
+for as long as engine steps batch requests in new ways. A step in which the heap grows takes page
 faults. They cost a quarter of its time and more on virtual machines, whose host must map the page
 too. Allocators other than glibc's ignore these settings.
 
@@ -75,7 +75,8 @@ class Ahead:
         self._populated_to = _heap_start()  # address; None: nothing can be populated
 
     def catch_up(self, seconds: float) -> bool:
-        """Populate pieces for `seconds` at most; return True if the whole heap is populated."""
+        """Populate pieces until `seconds` have passed, at least one. Return True if nothing is left
+        to populate, or if nothing can be populated."""
         end = (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE
         until = time.monotonic() + seconds
         if self._populated_to is None:

@@ -103,7 +103,7 @@ def make_broadcast(config: cfg.Config, world, run_dir: Path):
         rollouts,
         config.transfer.load_timeout_s,
         run_dir,
-        int(config.transfer.mirror_gib * 2**30),
+        int(config.transfer.mirror_gib * 2**30),  # Beyond its limit the kernel would end the job.
         config.cluster.interface,
     )
 

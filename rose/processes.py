@@ -166,7 +166,8 @@ def adopt_orphans() -> None:
 
 def cores() -> int:
     """Return the number of cores that this process may use, at least 1: the cores of its CPU
-    affinity, limited by the CPU quotas of its control groups (a container's --cpus)."""
+    affinity, limited by the CPU quotas of its control groups (a container's --cpus), rounded down.
+    """
     return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), math.inf)))
 
 

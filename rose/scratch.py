@@ -1,7 +1,8 @@
 """Temporary folders of a process, which are removed once it has ended, even if it was killed.
 
-They are in TMPDIR, and their names contain the process's mark. A process that was killed leaves its
-folder. The next process on the machine that makes a folder of the same kind removes it.
+They are in TMPDIR or a given folder, and their names contain the process's mark. A process that was
+killed leaves its folder. The next process on the machine that makes a folder of the same kind
+removes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Check a model's weights by the headers of its safetensors files, before anything loads them.
 
 All files and tensors must be there, with types that can be trained and the shapes of config.json.
-This reads some kB of each file and imports no torch. Missing tensors are found only in the
-architectures in `ALIKE`, in which all layers have the same tensors. For others the trainer reports
-them when it loads the weights (rose/trainer/model.py).
+This reads some kB of each file and imports no torch. A weight that the index names and no file has
+is found in every architecture. Other missing tensors are found only in the architectures in
+`ALIKE`, in which all layers have the same tensors. For others the trainer reports them when it
+loads the weights (rose/trainer/model.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def check_files(folder: Path, named: str, again: str) -> dict[str, Tensor]:
 
 
 def check_trainable(folder: Path, named: str, again: str) -> None:
-    """Raise `ConfigError` as `check_files`, and for tensors that are untrainable or misshapen."""
+    """Raise `ConfigError` as `check_files` does, and for tensors that can't be trained, are missing
+    or don't fit config.json."""
     tensors = check_files(folder, named, again)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layers = _layers(tensors)

@@ -149,21 +149,22 @@ class ChatFormat:
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of the first prompt, up to and including the generation prompt.
-        `messages` have OpenAI's form; each content is text or a list of texts. For templates that
-        ignore tools (SmolLM2), the system message describes the tools, and calls and results become
-        text. Raises `CannotExtend` if the template refuses the messages."""
+        `messages` have OpenAI's form; each content is text, null, or a list of texts or of parts
+        with `text`. For templates that ignore tools (SmolLM2), the system message describes the
+        tools, and calls and results become text. Raises `CannotExtend` if the template refuses the
+        messages."""
         key = json.dumps(messages), json.dumps(tools)
         short = sum(map(len, key)) <= CACHED
         return list(self._start(*key) if short else self._start_tokens(*key))
 
     def least_tokens(self, characters: int) -> int:
-        """Return the least number of tokens that a text of this length can have; 0 if unknown. With
+        """Return a lower bound on the number of tokens of a text of this length; 0 if unknown. With
         it, callers reject a too long text without tokenizing it (a second per 100 kB)."""
         return characters // self._longest if self._longest else 0
 
     async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
-        """Return `write(*given)`. If it tokenizes many characters, a thread runs it, so that it
-        doesn't block the event loop."""
+        """Return `write(*given)`, which tokenizes this number of `characters`. If these are more
+        than `LOOP_CHARACTERS`, a thread runs it, so that it doesn't block the event loop."""
         if characters <= LOOP_CHARACTERS:
             return write(*given)
         return await asyncio.to_thread(write, *given)

@@ -211,7 +211,7 @@ def plain_message(role: str, content: str = "x") -> dict[str, str]:
 
 
 def observed_messages(roles: Sequence[Observer], contents: Sequence[str]) -> list[dict[str, Any]]:
-    """Return dummy messages with these observations, as results of calls or as a user's text."""
+    """Return messages with these observations, as results of calls or as a user's text."""
     return [
         plain_message(role, content) | ({"tool_call_id": call_id(i)} if role == "tool" else {})
         for i, (role, content) in enumerate(zip(roles, contents, strict=True))

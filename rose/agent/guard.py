@@ -150,7 +150,8 @@ class Guard:
 
 @calls_environment
 async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
-    """Await `make()`. An exception that would end this process becomes a RuntimeError."""
+    """Await `make()`. SystemExit and KeyboardInterrupt, which would end this process, become a
+    RuntimeError, but not `Interrupted`, with which a signal ends it."""
     INHERITED.set((what, limit_s))
     try:
         if not inspect.isawaitable(given := make()):

@@ -53,7 +53,8 @@ class Moves:
 
     async def saved(self, snapshot: Snapshot) -> bool:
         """Report a snapshot that is on disk, once other hosts can read the environment's state for
-        it. Return True if it was reported, False if other hosts can't use it."""
+        it. Return True if it was reported; False if other hosts can't use it, or if the trajectory
+        has ended meanwhile."""
         trajectory = snapshot.start.id
         settled = getattr(self._running.get(trajectory), "settled", None)
         if settled is not None and not await settled():

@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
-    faulthandler.enable()
+    faulthandler.enable()  # logs all stacks when native code crashes, and on the rank's SIGABRT
     # Survive the SIGTERM that Slurm sends to a whole job. Children would inherit SIG_IGN instead.
     signal.signal(signal.SIGTERM, lambda *_: None)
     inputs.expect(args.run)

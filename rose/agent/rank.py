@@ -30,7 +30,8 @@ from rose.config import Config
 from rose.launch import logs
 from rose.launch.layout import Rank
 
-# Seconds for killed processes to end. Processes of another user or in a system call may survive.
+# Seconds for killed processes to end. Those of another user, or in an uninterruptible sleep in the
+# kernel, may survive.
 END_S = 10.0
 ALONE_S = 2.0  # seconds for a dead process's descendants to exit without a signal
 CLOSE_S = 10.0  # seconds to shut down, besides the environments' step_timeout_s

@@ -27,7 +27,7 @@ class EpisodeState(msgspec.Struct):
     turn_tokens: list[tuple[int, int]] = []
     turn_rewards: list[float] = []
     outcome: str = ""  # result of the last turn's calls: "ok", "failed", "" without a call
-    inherited: list[tuple[str, int]] = []  # (parent, number of turns copied from it)
+    inherited: list[tuple[str, int]] = []  # per ancestor: (name, copied turns of its own)
     commands_s: float = 0.0  # seconds in the environment's steps
     has_system: bool = False  # True: the first messages include a system message
 

@@ -152,7 +152,7 @@ def _threads(config: Config) -> dict[str, int | None]:
 
     1. With GPUs the libraries choose (None).
     2. On CPUs each role divides all cores among its ranks, since the roles mostly compute in turn.
-    3. Under Slurm each role divides its own CPUs. An engine leaves one CPU to its ROSE rank.
+    3. Under Slurm each rank has the CPUs of `cpus_of`. An engine leaves one to its ROSE rank.
     4. A deterministic trainer on CPUs has the same number on every machine: losses depend on it.
     """
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}

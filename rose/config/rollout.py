@@ -17,7 +17,8 @@ class Env(Section):
     max_turns: Count
     max_new_tokens: Count  # per turn
     step_timeout_s: Positive
-    max_failures_in_row: Count  # failures after which a task is replaced; at least a group's size
+    # failures in a row after which a task is replaced; at least a group's size
+    max_failures_in_row: Count
     # Seconds that a trajectory may take besides the model's turns, because an agent may never end.
     trajectory_timeout_s: Positive = 3600.0
     max_failed_tasks: Share = 0.2  # largest share of tasks that fail each time; above, the run ends

@@ -152,7 +152,7 @@ class Transfer(Section):
     threads: Count | None
     # Memory of a node for versions broadcast to its dedicated ranks. Other data comes from files.
     mirror_gib: Positive
-    stage_gib: NotNegative  # memory of an engine rank for blocks computed before the pause
+    stage_gib: NotNegative  # memory of an engine rank for whole blocks computed before the pause
     # Most memory of a GPU for a version's changes, if it is free. Further changes stay on the host,
     # which makes the pause longer.
     stage_device_gib: Positive

@@ -84,7 +84,7 @@ class Checkpoints:
             return
         await self.committed()
         folder = checkpoint.begin(self._run_dir, step, self._not_removed)
-        if self._failed:  # The disk may be full, so remove old checkpoints before and not after.
+        if self._failed:  # The disk may be full, so remove now what the commit would remove later.
             keep = max(1, self._config.trainer.checkpoint_keep - 1)
             await self._in_thread(checkpoint.remove_old, self._run_dir, keep, self._spared())
         self._saving = checkpoint.Save(step, folder, time.monotonic())

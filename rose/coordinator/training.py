@@ -58,7 +58,7 @@ class Training:
         self._waiting: dict[str, Group] = {}  # certain groups that are not sent yet
         self.working: set[int] = set()  # indices of ranks that have not reported the round's end
         self._since: float | None = None  # start of the round ahead that runs, if any
-        self._hidden_s = 0.0  # seconds of rounds ahead, sent before the batch was complete
+        self._hidden_s = 0.0  # seconds of rounds ahead, up to the batch's completion
 
     @property
     def whole(self) -> bool:

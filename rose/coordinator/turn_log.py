@@ -31,8 +31,10 @@ from rose.protocol import FinishReason, TurnRequest, TurnResult, unpack_tokens
 
 HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
-STARTS = "starts"  # name of the file with a step, and the number of failed starts from it
-MOST_STARTS = 2  # most starts from one step that use the recorded turns
+# Name of the file with a step, and the starts from it without an orderly end, this one included.
+STARTS = "starts"
+# Starts in a row from one step that use the recorded turns; the next one doesn't and counts as 1.
+MOST_STARTS = 2
 # Memory for all running trajectories, enough for some 160 million tokens, or for 5 million with the
 # experts of a 30B mixture.
 MOST_BYTES = 2**31

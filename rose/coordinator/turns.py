@@ -2,8 +2,8 @@
 workers.
 
 Every event passes `TurnHub.feed`, which journals it and passes it to the scheduler. `TurnHub`
-carries out the scheduler's actions about turns and weights. All other actions, such as those about
-groups and batches, go to `on_action`.
+carries out the scheduler's actions about turns and weights. Other actions, such as those about
+groups and batches, go to `on_action`; `UseWorker` and `RestWorker` only if they name a hybrid.
 """
 
 from __future__ import annotations
@@ -396,7 +396,8 @@ class TurnHub:
             self.listener.group_ended(group)
 
     def _unassign_all(self, name: str, why: str) -> int:
-        """Take all turns from a worker that is lost; return their number."""
+        """Take all turns from a worker that is lost, deliver those that are complete, and report
+        the loss to the scheduler. Return the number of the worker's turns."""
         worker = self.workers[name]
         worker.turn_closed(time.time(), worker.open_turns)
         worker.alive = False

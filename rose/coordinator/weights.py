@@ -75,7 +75,8 @@ class Weights:
         if worker is None or worker.incarnation != m.incarnation:
             return
         # The run ends if a dedicated worker can't load the newest version, because the step loop
-        # waits for it. After any other failed load, the scheduler orders the newest version.
+        # waits for it. After any other failed load, the scheduler orders the newest version;
+        # after a hybrid's last try (MOST_HYBRID_LOADS) only the next version that is published.
         if worker.pool != "dedicated" or m.version < self.version:
             if worker.pool == "hybrid" and m.version == self.version:
                 worker.failed_loads += 1

@@ -28,7 +28,7 @@ class InactiveWorker:
 
     # Checksums of the weights in the model's folder; None until a deactivation has taken them.
     _rose_initial: dict[str, str] | None = None
-    _rose_asleep: set[str] | frozenset[str] = frozenset()  # tags of memory that is released
+    _rose_asleep: set[str] | frozenset[str] = frozenset()  # tags still to be woken
 
     def rose_deactivate(self) -> None:
         """Release weights and KV cache without a copy; on a GPU by vLLM's sleep mode."""

@@ -92,8 +92,9 @@ class Staging:
         return found
 
     async def _flip_staged(self, timeout_s: float) -> None:
-        """Put the staged version in place. On an error, kills the engine, whose weights are unknown
-        then. Raises as `_wait_while`."""
+        """Put the staged version in place. Kills the engine if the call fails, as on a timeout,
+        because its weights are unknown then. If a worker reports a flip that failed and was undone,
+        only raises `TransferError`, and the old version keeps serving. Raises `EngineDied`, too."""
         try:
             found = await self._worker("rose_flip", timeout_s)
         except BaseException:

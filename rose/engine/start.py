@@ -55,8 +55,8 @@ class Latest:
 
 def _sockets() -> dict[str, str]:
     """Return the environment variable that names the folder of vLLM's sockets, which vLLM never
-    removes. A variable that is set already stays, so that all calls return the same. Otherwise it
-    is
+    removes. A variable that is set already stays, so that all calls return the same (a lender
+    compares what is set with this). Otherwise it is
     1. a folder of this process in TMPDIR, if the path of TMPDIR leaves room for the sockets' names;
     2. or a folder of this process in /tmp;
     3. or, if /tmp can't be written, TMPDIR itself, if its path leaves that room.

@@ -116,7 +116,7 @@ class Engine(Activation, Generation, Staging):
         self._open = asyncio.Event()  # set while turns may begin
         self._open.set()
         self._loading = asyncio.Lock()
-        # Seconds that the last version spent in a state (`Staging.DURATION_KEYS`), by the state.
+        # State of a version (a key of staging.DURATION_KEYS) -> seconds that the last spent in it.
         self._took_s: dict[str, float] = {}
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config

@@ -94,7 +94,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        """Drop a staged version. Raises `TransferError` while a version is staged or checked."""
+        """Drop a staged version. Raises `TransferError` while one is being staged or checked."""
         if self._status["state"] in ("staging", "checking"):
             raise TransferError(f"version {self._staging.version} is being staged or checked")
         self.abandon()

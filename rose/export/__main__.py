@@ -101,7 +101,8 @@ def _best(run: Path) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     """Export, print the result, and return the exit code."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerator in DeepSpeed's pickles
+    # DeepSpeed's classes are unpickled, also without a GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from rose.export.folder import export  # imports torch
     from rose.transfer.errors import TransferError
 

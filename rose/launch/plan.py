@@ -125,7 +125,8 @@ def _check_container(c: Config) -> Iterator[str]:
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
-    """Yield doubts about GPU memory that may not suffice. Raises `ConfigError` if it can't."""
+    """Yield doubts about GPU memory that may not suffice. Raises `ConfigError` if it can't, or if a
+    KV cache (on CPUs too) has no room for one sequence."""
     if Role.ROLLOUT in estimates:
         _check_cache(c, estimates[Role.ROLLOUT])
     limit = c.cluster.gpu_memory_gib

@@ -41,7 +41,7 @@ POLL_S = 5.0  # seconds between two checks of the time that is left
 # folder is released. NFS and Lustre release the lock of a lost node after 90 s or more.
 RELEASE_S = 300.0
 ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
-# A SIGTERM that arrives more than this many seconds before the time limit was sent by a user.
+# A user's SIGTERM comes more than this many seconds before the time limit (`_is_cancelled`).
 CANCELLED_S = 60.0
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds of resume.REQUEUE_S for trace and report, before a requeue
@@ -282,8 +282,8 @@ class Run:
         return outcome
 
     def _write_views(self, c: Config, within_s: float | None = None) -> None:
-        """Write trace and report, each kind of view in at most `within_s` seconds. Those of a long
-        run take minutes, and a job near its time limit has no time for that."""
+        """Write trace and report. The views of each part get at most `within_s` seconds. Those of a
+        long run take minutes, and a job near its time limit has no time for that."""
         process = multiprocessing.get_context("fork").Process
         for part in extensions.modules("views").values():
             writing = process(target=part.write, args=(c.observe, self.run_dir))

@@ -8,8 +8,9 @@ coordinator to stop:
 2. during training it waits for the end of the step, if that comes soon enough
    (`resume.step_end_s`), and saves it; otherwise the run continues from its last checkpoint.
 
-The coordinator then dismisses the other ranks. All of this may take `resume.end_s` from the signal,
-which is less if Slurm has warned the job. Then every process is killed, as after a second signal.
+The coordinator then dismisses the other ranks. All of this may take `resume.end_s` from the signal:
+cluster.stop_timeout_s, more if saves are slow, less if Slurm's warning is shorter. Then every
+process is killed, as after a second signal.
 Every wait has a deadline. Left out: decisions inside the run, which are the coordinator's.
 """
 

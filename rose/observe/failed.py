@@ -47,7 +47,7 @@ class Keeper:
             self._waiting.put_nowait((identity, cause, task, output, made))
 
     def close(self) -> None:
-        """Wait until all trajectories are written, for about `CLOSE_S` at most."""
+        """Wait until all trajectories are written, for twice `CLOSE_S` at most."""
         if self._thread is not None:
             with suppress(queue.Full):
                 self._waiting.put(None, timeout=CLOSE_S)

@@ -56,5 +56,5 @@ def without_gain(rows: list[Row], min_gain: float) -> int:
 
 
 def sample_counts(samples: int) -> Iterable[int]:
-    """Return the values of k for which pass@k is reported: powers of 2, and `samples`."""
+    """Return the values of k above 1 for which pass@k is reported: powers of 2, and `samples`."""
     return sorted({samples, *(1 << i for i in range(samples.bit_length()))} - {1})

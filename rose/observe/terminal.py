@@ -106,7 +106,8 @@ def show(console: Console, table: Table) -> None:
         return
     width = console.width
     try:
-        console.width = MAX_TABLE_WIDTH  # rich's limit of a table's width
+        # rich prints nothing wider than the console, so it is widened to measure the table.
+        console.width = MAX_TABLE_WIDTH
         console.width = max(width, console.measure(table).maximum)
         console.print(table)
     finally:

@@ -234,12 +234,12 @@ class EarliestFinish:
 
     Candidates are the worker with the prefix cached and the least loaded worker of each kind and
     hardware. The prediction is the seconds for the mean output of the turn's domain, at most a
-    chunk, plus the delay of the turns already there. Hardware without measurements comes first: its
-    worker with the prefix cached, else its least loaded one. After each `chunk_tokens` a turn is
-    placed again (Seer's divided rollout, arXiv 2511.14617); most turns stay. So a trajectory leaves
-    its cached prefix when waiting costs more than prefill, and the last trajectories of a step,
-    which decide its end, gather on the fastest engines. `chunk_tokens` is our value: a chunk takes
-    much longer than prefill of a context.
+    chunk, plus the delay of the turns already there. A pool (workers of one kind and hardware)
+    without measurements comes first: its worker with the prefix cached, else its least loaded one.
+    After each `chunk_tokens` a turn is placed again (Seer's divided rollout, arXiv 2511.14617);
+    most turns stay. So a trajectory leaves its cached prefix when waiting costs more than prefill,
+    and the last trajectories of a step, which decide its end, gather on the fastest engines.
+    `chunk_tokens` is our value: a chunk takes much longer than prefill of a context.
 
     A new trajectory starts only while the KV of all workers holds all started trajectories, at the
     mean context that trajectories end with. Otherwise trajectories would evict each other's

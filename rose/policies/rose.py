@@ -49,9 +49,10 @@ class RoseRouting:
     turn ends (`Speeds`) decide between 2 and 3. Case 1 doesn't apply if another worker is faster by
     more than the share SLACK. A turn waits instead of 2 if it ends sooner by waiting for a worker
     with its own device. A cooperative worker without measurements gets TRIAL_TURNS turns of
-    TRIAL_TOKENS each, which are then placed again. It comes first if no worker of its hardware was
-    measured, else after workers of other hardware. Until its trial ends, further turns wait while
-    it is the least loaded worker of its hardware.
+    TRIAL_TOKENS each, which are then placed again. It comes first if no cooperative worker of its
+    hardware was measured, else after all other candidates. Once it has TRIAL_TURNS turns, it comes
+    last as well. A turn for which it is still the choice then waits if the workers with their own
+    devices are full.
 
     A turn on a cooperative worker keeps its place in the queue. When a worker with its own device
     gets free, and at ticks, the seconds for its next tokens are predicted, as many as a mean turn
@@ -108,8 +109,9 @@ class RoseRouting:
 
     def lane(self, turn: TurnState) -> str:
         """Return one of four lanes, by the reason why a turn may wait. Evaluations, to which the
-        cap doesn't apply, are "held_out". Trajectories that have not started are "new". Running
-        trajectories are "own" or "lent", by the sort of worker that has their prefix."""
+        cap doesn't apply, are "held_out". Trajectories without a worker are "new": they have not
+        started, or their worker was lost. Others are "own" or "lent", by the sort of worker that
+        has their prefix."""
         if turn.held_out:
             return "held_out"
         where = self._worker_of.get(turn.trajectory)
@@ -171,7 +173,8 @@ class RoseRouting:
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         """Return the sort key of a candidate, the smaller the better."""
         seconds = self._speeds.joining_s(turn, worker, self._lengths.of_any(turn), True)
-        if not self._is_known(worker):  # first for its trial; last if its hardware was measured
+        # A trial comes first, or last if it is full or its pool (kind, hardware) was measured.
+        if not self._is_known(worker):
             seconds = 0.0 if seconds is None and len(worker.turns) < TRIAL_TURNS else math.inf
         return (
             worker.revoked,

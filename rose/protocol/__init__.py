@@ -8,8 +8,8 @@ Ids are strings and stable across restarts: group ``g12`` (``e3`` in held-out ev
 attempt at the group's prompt ``g12r1``, trajectory ``g12.5``, its replacement after an environment
 failure ``g12.5r1``, turn ``g12.5.t2``.
 
-`hosts`, `workers` and `trainers` have the messages of one kind of rank each, `common` the others.
-Import every name from here.
+`hosts` has the messages of environment hosts and reward ranks, `workers` those of rollout workers,
+`trainers` those of trainer ranks, and `common` the others. Import every name from here.
 """
 
 import functools

@@ -93,10 +93,10 @@ class Branch(Record):
 
 
 class Trajectory(Record):
-    """A finished episode, with exactly the tokens that the engines read and generated. Per-token
-    fields have length T, the number of tokens of prompt, turns and observations. An agent may edit
-    its history or start sub-agents, so that histories form a tree. The per-token fields then
-    describe the first leaf, and `branches` the others."""
+    """A finished episode, with exactly the tokens that the engines read and generated: no text is
+    ever tokenised again. Per-token fields have length T, the number of tokens of prompt, turns and
+    observations. An agent may edit its history or start sub-agents, so that histories form a tree.
+    The per-token fields then describe the first leaf, and `branches` the others."""
 
     id: str
     group: str

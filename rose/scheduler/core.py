@@ -378,7 +378,7 @@ class Scheduler:
         return actions
 
     def _dispatch(self, at: float, tick: bool) -> list[Action]:
-        """Assign waiting turns, and start the stall timeout of each new attempt."""
+        """Assign waiting turns, move running ones, and start the stall timeout of each attempt."""
         actions = self._queue.round(at, tick)
         for action in actions:
             if type(action) is ev.AssignTurn:

@@ -34,7 +34,7 @@ from rose.scheduler.turn_queue import Entry, TurnQueue
 # the calls of the policy.
 LOOK_AHEAD = 32
 MAX_MOVES = 2  # most moves of one running turn to faster workers
-# Most running turns that the policy is asked about: after a worker got free, and at a tick
+# Most running turns that the policy is asked about: after an unwatched worker got free, at a tick
 ASKED_WHEN_FREED = 1
 ASKED_AT_TICK = 32
 
@@ -107,8 +107,9 @@ class Dispatch:
         return len(self._watched) > 0 and (tick or self._freed != "")
 
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Assign the waiting turns for which workers have room, and return the actions in order.
-        An assignment follows the aborts that make room for it."""
+        """Assign waiting turns to workers with room, as far as the policy wants, and move a few
+        running turns. Return the actions in order. An assignment follows the aborts that make room
+        for it."""
         actions = self._assign_waiting(at, tick)
         while found := self._preemption():
             turn, preempted = found

@@ -57,9 +57,9 @@ class Routing(Protocol):
     """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        """Return a worker that the fleet offered for this turn, or None to let the turn wait. If
-        the fleet had none to offer, the workers that could hold the turn are reserved for it until
-        the end of the round."""
+        """Return a worker that the fleet offered for this turn, or None to let the turn wait. Then,
+        for each question of the policy that the fleet answered with no worker, the workers in
+        question that could hold the turn are reserved for it until the end of the round."""
 
 
 class Order(Protocol):

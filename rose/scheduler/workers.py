@@ -54,8 +54,9 @@ class Workers:
         return self._load_if_stale(worker)
 
     def load_published(self) -> list[Action]:
-        """Order every worker in use to load the newest version. Forget all cached prefixes, which
-        are useless under new weights."""
+        """Order the workers in use to load the newest version, except those that are draining; a
+        worker that is loading gets the order after that. Forget all cached prefixes, which are
+        useless under new weights."""
         self._cluster.home.clear()
         self._cluster.group_home.clear()
         actions: list[Action] = []

@@ -1,4 +1,4 @@
-"""DeepSpeed behind four calls: begin_micro_batch, forward, backward, update.
+"""DeepSpeed behind four calls: begin_micro_batch, the forward pass (`__call__`), backward, update.
 
 DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a
 sum over all micro-batches and ranks, and the number of micro-batches varies from step to step. So
@@ -209,7 +209,7 @@ class DeepSpeedEngine(Saving):
             config=zero_config(trainer, self.parameters, policy.largest_layer()),
         )
         self.engine.train()
-        if trainer.hpz:  # groups that connect before the first step
+        if trainer.hpz:  # Connect the group before the first step, and limit its collectives' time.
             group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
             torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
             limit = timedelta(seconds=trainer.step_timeout_s)
@@ -243,8 +243,8 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Call this before each forward pass. `last`: it is the update's last, equal on all
-        ranks."""
+        """Call this before each forward pass that `backward` follows. `last`: it is the update's
+        last, equal on all ranks."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 

@@ -56,7 +56,8 @@ class Growing:
     def _check(
         self, before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor], spoke: Tensor
     ) -> None:
-        """Raise `ValueError` if numbers of the groups in `before` have changed."""
+        """Raise `ValueError` if numbers of the groups in `before` changed by more than rounding,
+        in rows that have response tokens."""
         for what, old, new in zip(("advantages", "weights"), before, now, strict=True):
             if old.dim() < new.dim():  # no per-turn numbers in the first groups
                 new = _first(new)

@@ -127,8 +127,8 @@ def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> N
 
 
 def _explain_limit(record: logging.LogRecord) -> bool:
-    """Logging filter: after torch's warning that a function has too many forms, print what it means
-    for the run. Results stay the same."""
+    """Logging filter: at torch's warning that a function has too many forms, first print what it
+    means for the run. Results stay the same."""
     if str(record.msg).startswith("torch._dynamo hit config."):
         print(
             f"trainer.compile=true: a function has {MOST_FORMS} compiled forms (torch's warning "

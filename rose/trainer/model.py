@@ -261,8 +261,9 @@ def load(
     it gets a new adapter. With `shared` a group of ranks splits its sequences. While the caller
     holds an `HfDeepSpeedConfig` of ZeRO-3, the weights are split as they are read.
 
-    Raises `ValueError` for a config with a key of `UNAPPLIED` or a folder that lacks a weight, and
-    what `adapter.attach` raises. rose/trainer/probe.py finds effects that no key shows."""
+    Raises `ValueError` if the config sets a key of `UNAPPLIED` to anything but null or 1, or if the
+    folder lacks a weight, and what `adapter.attach` raises. rose/trainer/probe.py finds effects
+    that no key shows."""
     config = AutoConfig.from_pretrained(str(folder))
     for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):

@@ -116,7 +116,8 @@ def _computed(
     remedy: str = "use another model (docs/models.md)",
     tree: PrefixTree | None = None,
 ) -> Tensor:
-    """Compute log-probabilities of each row's tokens but the first, (B, T). Raises `ValueError`."""
+    """Compute log-probabilities of each row's tokens but the first, (B, T). Raises `ValueError` if
+    the model fails, and `torch.OutOfMemoryError`."""
     tokens, replay = torch.from_numpy(rows), engine.policy.replay
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     experts = replay and torch.full((*inputs.shape, replay.layers, replay.top_k), -1)

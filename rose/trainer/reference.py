@@ -5,10 +5,11 @@ The penalty of a token is k3 of Schulman 2020 ("Approximating KL divergence"), a
 2402.03300, equation 4): exp(d) - d - 1 with d = log(reference / policy). It has the weight that the
 algorithm gives to the token. On tokens that the policy itself generated, k3 is an unbiased estimate
 of KL(policy || reference), and never negative. But the expectation of its gradient is the gradient
-of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied by policy / proximal,
-where proximal is the policy at the start of the step (DeepSeek-V3.2, arXiv 2512.02556, section 3.1;
-TRL's `use_bias_correction_kl`). Then the gradient is that of KL(policy || reference). Under ZeRO-3
-the reference is split over the ranks as the policy is. Otherwise each rank holds all of it.
+of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied by policy / proximal
+(DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`). Proximal is the
+policy at the start of the step, or the engine's if the algorithm has `recompute_proximal = False`.
+Then the gradient is that of KL(policy || reference). Under ZeRO-3 the reference is split over the
+ranks as the policy is. Otherwise each rank holds all of it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class SequenceGroup:
         AttentionInterface.register(NAME, self._attention)
 
     def part(self, *whole: Tensor) -> tuple[int, list[Tensor]]:
-        """Cut this rank's part out of tensors (..., L). Returns (its begin in L, the parts)."""
+        """Cut this rank's part out of tensors (..., L). `size` must divide L, or the last values go
+        to no rank. Returns (its begin in L, the parts)."""
         length = whole[0].shape[-1] // self.size
         begin = self.index * length
         return begin, [x[..., begin : begin + length].contiguous() for x in whole]

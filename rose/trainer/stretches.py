@@ -3,11 +3,11 @@ without a branch.
 
 The tokens of a stretch attend to each other causally. Their descendants, which come after them in
 the sequence, attend to the whole stretch. So each stretch takes one call of torch's causal kernel
-and one of its full kernel. A token's outputs from all its ancestors' stretches are merged by their
-sums of exponentials, like blocks in FlashAttention (arXiv 2205.14135) and shared prefixes in
-Hydragen (2402.05099). Only attended pairs are computed; a dense mask computes all L x L. The
-kernel's own backward pass computes each stretch's part of the gradient from a token's merged output
-and sum.
+and, if it has descendants, one of its full kernel. A token's outputs from all its ancestors'
+stretches are merged by their sums of exponentials, like blocks in FlashAttention (arXiv 2205.14135)
+and shared prefixes in Hydragen (2402.05099). Only attended pairs are computed; a dense mask
+computes all L x L. The kernel's own backward pass computes each stretch's part of the gradient from
+a token's merged output and sum.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ class Watch:
 
 
 def collectives() -> int:
-    """Count the collectives that this process has begun, in all groups. The call is torch's own."""
+    """Count the collectives that this process has begun, in all groups. Uses private torch
+    names."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in list(groups))

@@ -5,9 +5,9 @@
 
 One rollout rank per node receives the files and writes them to the node's `rose.transfer.mirror`.
 Each trainer rank has a communicator with these receivers only. By MPI_Ibcast it sends a file as a
-header (length and name) and pieces. NCCL can send the pieces (`rose.transfer.broadcast_nccl`).
-NCCL's collectives must have the same order at all ranks. So receivers take the files in the order
-of the trainer ranks' indices, version after version.
+header (length and name) and pieces. NCCL can send the pieces (`rose.transfer.broadcast_nccl`). It
+needs the collectives of several communicators in the same order at all ranks. So receivers take the
+files in the order of the trainer ranks' indices, version after version.
 
 A trainer rank's `send` returns at once. A thread calls MPI until the file has left, because MPI
 moves large messages only during its calls. A receiver polls from its event loop. A late rank costs
@@ -257,8 +257,8 @@ class Broadcast:
         return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
 
     def _abort_pieces(self) -> None:
-        """Cancel the pieces in flight, and take no further part. For a piece that never ends,
-        torch's watchdog would end this process."""
+        """Abort the process groups of `_pieces`, if any, and so the pieces in flight, since torch's
+        watchdog would end this process for a piece that never ends. MPI can't cancel its pieces."""
         try:
             if self._pieces is not None:
                 self._pieces.abort()

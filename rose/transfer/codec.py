@@ -162,7 +162,8 @@ def changes(
     For each block return its ascending positions (c,) int32, with its shift added, and its
     differences (c,); c is 0 if it is unchanged. Differences are int16 for values of 2 bytes and
     int32 for those of 4. A block has None if its payload is of another kind, size or `width`, has
-    more than `most` changes, or is malformed. `apply` then raises the reason."""
+    more than `most` changes, or is malformed. `apply` takes any kind and number of changes, and
+    raises the reason if the payload is malformed or of another size or width."""
     chosen, rows, begin = [], [], 0
     for i, (payload, total, limit) in enumerate(zip(payloads, values, most, strict=True)):
         try:

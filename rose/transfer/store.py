@@ -86,7 +86,8 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[RankFile]
 
 
-# msgspec crashes if two threads are the first to decode a type at the same time. So decode here.
+# msgspec crashes if two threads are the first to decode a type at the same time. A decoder that is
+# created here prepares the type.
 for _kind in (Plan, Manifest):
     msgspec.json.Decoder(_kind)
 

@@ -173,7 +173,8 @@ def check(
 ) -> str:
     """Build the environments of all members and of `sets` (eval.sets). If an environment has
     `preflight`, call it with its step_timeout_s. Return these calls' texts about this machine, for
-    the run's report. Raises `ConfigError` if a call fails."""
+    the run's report. Nothing that this starts is left. Raises `ConfigError` if an environment can't
+    be built or its preflight fails."""
     said: dict[str, None] = {}
     found = {env.key_of(name): member for name, member in env.members.items()}
     found |= {f"eval.sets.{name}": one for name, one in sets.items()}
@@ -216,7 +217,7 @@ def is_program(env: config.Env) -> bool:
 def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
     """Return `env` with absolute paths in the arguments that its class lists in `paths`, since
     ranks may start in another folder. A suffix of a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call
-    `check` first, which raises for an unknown environment."""
+    `check` first, whose errors name the right key of a mixture's member."""
     if isinstance(env, config.Mixture):
         members = {name: with_whole_paths(member) for name, member in env.members.items()}
         return msgspec.structs.replace(env, members=members)

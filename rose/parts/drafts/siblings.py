@@ -1,4 +1,4 @@
-"""Forwards the tokens of a group's turns ("siblings") to the engines that draft from them.
+"""Forwards the tokens of a group's trajectories ("siblings") to the engines that draft from them.
 
 All tokens pass through the coordinator. Every half second, it sends the new tokens of a group's
 turns to the other engines that hold turns of the group. Nothing waits for them. Late or lost tokens

@@ -178,8 +178,8 @@ class HybridDevices(Devices):
             self.starts.devices_released()
 
     def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
-        """Return the ranks that get the order, and note it in `starts`. An engine that is down
-        doesn't wake unless it has time to start."""
+        """Return the ranks that get the order, and note it in `starts`. An engine that is down, and
+        whose last start was cancelled, wakes only if it is predicted to have time to start."""
         ranks = super()._recipients(role, order)
         if role is p.Role.ROLLOUT and order is p.Sleep:
             self.starts.sleep_ordered(time.time())

@@ -34,7 +34,8 @@ from rose.parts.rewards import scorers
 from rose.reward.episode import Episode
 
 NAME = "play"  # name of the trajectory, in errors
-CLOSE_S = 10.0  # seconds beyond env.step_timeout_s for the turns of a program to end
+# Seconds beyond env.step_timeout_s in which a program's host ends the tasks that it started.
+CLOSE_S = 10.0
 
 _games = itertools.count()
 

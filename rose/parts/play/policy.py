@@ -181,7 +181,7 @@ class Policy:
 def rollout_of_one(config: Config, folder: Path) -> Rollout:
     """Return the run's engine settings with memory for one game, and no more threads than cores.
 
-    Every token is reported at once. There are no drafts, which would need other requests to learn
+    Tokens are reported one by one. There are no drafts, which would need other requests to learn
     from.
     """
     rollout = config.rollout

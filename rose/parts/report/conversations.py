@@ -1,6 +1,7 @@
 """Show trajectories as conversations, in a section of the report. The section has the best, worst
-and longest trajectory of some steps, and one that a limit cut. It also has the newest trajectories
-that failed and were replaced. Its size is bounded, however long the run and its trajectories are.
+and longest trajectory of some steps, and one that a limit cut or that made an unreadable call. It
+also has the newest trajectories that failed and were replaced. Its size is bounded, however long
+the run and its trajectories are.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from rose.config import cpus_of
 from rose.launch import batch, sbatch, slurm
 from rose.parts.rewards import messages
 
-# Most restarts for each worker of a job, so that a job whose workers can't start ends.
+# Most restarts of a job's failed workers, for each of its workers, which share them. So a job whose
+# workers can't start ends.
 STARTS = 20
 POLL_S = 0.2  # seconds between two polls of the workers
 KILL_S = 5.0  # longest wait for workers to end after Slurm's signal to the job

@@ -29,7 +29,7 @@ from rose.parts.rewards import command
 from rose.reward import function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
 
-ANSWER_CHARACTERS = 200  # last characters of a judge's answer in an error message
+ANSWER_CHARACTERS = 200  # most characters of a judge's answer in an error message
 
 
 class Scorer(Protocol):

@@ -63,7 +63,8 @@ async def take(
 ) -> Capture:
     """Capture the sandbox `shell` in the new folder `folder`. `since`: the listing of an earlier
     capture; files that are unchanged since then are not copied. `state`: the session's answer to
-    `backend.ACCOUNT`. If it fails, remove the folder and raise `SandboxError`."""
+    `backend.ACCOUNT`. If it fails, remove the folder, unless it existed before, and raise
+    `SandboxError`."""
     began = time.monotonic()
     folder = Path(folder)
     try:
@@ -158,7 +159,8 @@ async def restore(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Pi
 
 
 async def _restore_namespaces(saved: Saved, keeper: Keeper) -> Namespaces:
-    """Restore a sandbox with `namespaces`; after kind "files" it has no session yet."""
+    """Restore a sandbox with `namespaces`; after kind "files" it has no session yet. Raises
+    `SandboxError`."""
     program = criu.order() if saved.kind == PROCESS else None
     try:
         await asyncio.to_thread(_take_ownership, saved.folder, keeper.root)

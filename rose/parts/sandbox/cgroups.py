@@ -143,7 +143,8 @@ class Groups:
             (parent / name / "cgroup.procs").write_text(str(pid), encoding="utf-8")
 
     def remove(self, name: str) -> None:
-        """Kill the group's processes and remove the group, within `END_S` at most."""
+        """Kill the group's processes and remove the group. Give up after `END_S` (per hierarchy),
+        without an error."""
         for parent in self.parents:
             _remove_group(parent / name)
 

@@ -38,7 +38,7 @@ SETTINGS = (
 )
 # Folders in the root of every sandbox
 OWN = ("dev", "etc", "proc", "root", "run", "tmp")
-MOST_ENTRIES = 1000  # most entries of a check's root, each a mount (kernel's limit: 100,000)
+MOST_ENTRIES = 1000  # most entries of a check's root, most of them mounts (kernel's limit: 100,000)
 # Namespaces of the sandbox that a check joins, by their names in /proc/PID/ns
 JOINED = ("user", "mnt", "net", "ipc", "uts")
 

@@ -97,7 +97,8 @@ class Checkpointer:
         self.stats = dict.fromkeys((*ORDER, "skipped", "seconds", "raw_bytes", "bytes"), 0)
 
     async def begin(self) -> None:
-        """Inspect the state with which the first turn is compared. Raises `SandboxError`."""
+        """Give this life a number above all stored ones and, with the policy `classified`, inspect
+        the state with which the first turn is compared. Raises `SandboxError`."""
         # The clock may have stepped back since an earlier episode of this name was stored.
         stored = await asyncio.to_thread(self.engine.store.newest_life, self.name)
         self.life = max(self.life, stored + 1)
@@ -112,8 +113,8 @@ class Checkpointer:
         await self.begin()
 
     async def after_turn(self, turn: int) -> None:
-        """Capture what the turn changed. Raises `SandboxError` when the sandbox is gone. After any
-        other failure, only the turn's checkpoint is missing."""
+        """Capture what the turn changed. Raises `SandboxError` when the sandbox is gone. Any other
+        failure only costs checkpoints: of this turn, and of turns that share its capture."""
         if self.engine.stopped or not self.box.capture_kinds:
             self.stats["skipped"] += 1
             return
@@ -213,7 +214,8 @@ class Checkpointer:
     # ---------------------------------------------------------------------- what is stored
 
     def saved(self, turn: int) -> bytes | None:
-        """Return a reference to the state after `turn`, for `restore`; None if it was skipped."""
+        """Return a reference to the state after `turn`, for `restore`; None if it was skipped, or
+        its capture was found to have failed."""
         point = self._points.get(turn)
         if point is None:
             return None

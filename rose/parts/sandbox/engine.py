@@ -373,7 +373,8 @@ class Engine:
             self._order_removal(order)
 
     def _on_failure(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
-        """Log that a capture could not be stored, or stop checkpointing if its folder is full."""
+        """Log that a capture could not be stored, or stop checkpointing if the folder accepts no
+        more writes (`refused`)."""
         words = answer["error"]
         self.counters.failed += 1
         if not self.refused(words, shared=stage == "copy"):
@@ -399,7 +400,8 @@ class Engine:
             self._tidying = self._spawn(self._remove_old())
 
     async def _remove_old(self) -> None:
-        """Send the orders for removals to the packer, each when no queued capture blocks it."""
+        """Send the orders for removals to the packer, each when no queued capture blocks it, or
+        after `JOB_S`."""
         while self._tidy:
             order = self._tidy.pop(0)
             if order.get("unless_wanted") and await asyncio.to_thread(self._wanted, order["name"]):

@@ -35,7 +35,7 @@ LOW_NUMBERS = 300  # RESERVED_PIDS of the kernel
 # user has more of them in flight than the sender may have open. Process 1 and the host may have at
 # least twice as many open, so they can still pass descriptors when an agent can't.
 MOST_FILES = 16_384
-BEGAN_FIELD = 19  # index of the start time in /proc/PID/stat, counted behind the name
+BEGAN_FIELD = 19  # start in clock ticks after boot: index in /proc/PID/stat, behind the name
 
 
 def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

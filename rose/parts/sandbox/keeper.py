@@ -110,7 +110,8 @@ class Keeper:
         return root
 
     def _mount_own_files(self) -> str:
-        """Mount the keeper's tmpfs, with the lower layer of sandboxes without an image."""
+        """Mount the keeper's tmpfs, with the lower layer of sandboxes without an image. Return its
+        path."""
         place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
         kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         for name in (WORK, "image", "criu", "host", "host/etc"):
@@ -267,7 +268,8 @@ class Keeper:
         return pid
 
     def lower(self, image: str | None, user: int) -> str:
-        """Return the lower layer's folder. With root, the sandbox's users own its files."""
+        """Return the lower layer's folder. With root, the files of an image seem to belong to the
+        sandbox's users; without an image, the layer's files keep their owners."""
         if image is None:
             return f"{self.base}/host"
         if not user:

@@ -179,7 +179,8 @@ def set_attributes(
 
 
 def mount_idmapped(source: str, target: str, user_namespace: int) -> None:
-    """Mount `source` read-only, with owners mapped by `user_namespace` (a file descriptor)."""
+    """Mount `source` on `target` read-only, with owners mapped by `user_namespace` (a file
+    descriptor): an idmapped mount, Linux 5.12."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC
     tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, os.fsencode(source), flags)
     _check(tree, f"open_tree({source})")

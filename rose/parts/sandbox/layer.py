@@ -34,7 +34,7 @@ KINDS = {
     stat.S_IFLNK: "link",
     stat.S_IFIFO: "fifo",
     stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "whiteout",  # device 0:0 of an overlay, the only device in a sandbox
+    stat.S_IFCHR: "whiteout",  # device 0:0 of an overlay; a sandbox can make no other device
 }
 MODES = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "whiteout": stat.S_IFCHR}
 KEYS = {"path", "kind", "mode", "uid", "gid", "mtime_ns", "xattrs"}
@@ -222,7 +222,7 @@ class Filler:
         if found is None:
             raise ValueError(
                 f"the content of {path!r} is not in this capture but in an earlier one; "
-                "`Store.load` combines them"
+                "`Store.save` combines them"
             )
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

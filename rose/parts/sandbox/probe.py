@@ -123,9 +123,9 @@ async def _describe(name: str) -> Found:
 
 
 def choose(backend: str = AUTO) -> Found:
-    """Start a sandbox with `backend`, or with each backend until one works. Return this backend.
-    Its `lacking` includes why the earlier backends don't work. Call this in a thread without an
-    event loop. Raises `SandboxError`."""
+    """Start a sandbox with `backend`; if it is "auto", with each backend until one works. Return
+    this backend. Its `lacking` includes why the earlier backends don't work. Call this in a thread
+    without an event loop. Raises `SandboxError`."""
     problems = []
     for name in BACKENDS if backend == AUTO else (backend,):
         found = asyncio.run(_describe(name))

@@ -25,7 +25,7 @@ NAMES = (
 NOTHING = "".join(f"\1{name}\n" for name in NAMES).encode()
 # Start of a part. It must have one of these names, because a function may also contain the byte 1.
 PART = re.compile(rf"\x01({'|'.join((*NAMES, 'jobs', 'limits', 'folders', 'history'))})(?:\n|\Z)")
-FIXED = re.compile(  # variables that only bash itself can set
+FIXED = re.compile(  # variables that bash sets itself, or refuses to set
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
 )

@@ -170,8 +170,8 @@ class Sandbox:
         return Result(output, code, note, seconds, restarted)
 
     async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
-        """Return the shell's state, as printed for `ACCOUNT`. None if it is too long, or if it was
-        late and the shell had to be stopped. Raises `SandboxError`."""
+        """Return the shell's state, as printed for `ACCOUNT`. None if it is too long, or if the
+        shell ended or had to be stopped; the session may then be new. Raises `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         running = _Account(self.shell, ACCOUNT_BYTES)

@@ -30,8 +30,8 @@ INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
 def waiting(pid: int, number: int) -> int:
-    """Return the unread bytes in a process's pipe or terminal `number`. Opening the pipe again
-    would wake processes that wait for it, so the descriptor is duplicated. Raises OSError."""
+    """Return the number of unread bytes in a process's pipe or terminal `number`. Opening the pipe
+    again would wake processes that wait for it, so the descriptor is duplicated. Raises OSError."""
     fd = kernel.duplicate(pid, number)
     try:
         return bytes_in(fd)
@@ -94,7 +94,8 @@ def sockets() -> set[int]:
 
 
 def _internet(kinds: tuple[str, ...]) -> set[int]:
-    """Return inodes of internet sockets with unread data. `kinds`: their files in /proc/net."""
+    """Return inodes of internet sockets with unread data or waiting connections. `kinds`: their
+    files in /proc/net."""
     found = set()
     for kind in kinds:
         with (

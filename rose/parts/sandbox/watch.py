@@ -60,7 +60,7 @@ class Folder:
             return name[0]
         changed, modified, accessed = new.times
         # A change of names sets ctime and mtime to the same value. A program has set the times if
-        # the new mtime differs from the ctime, or if the atime equals both.
+        # the mtime is neither the old one nor the ctime, or if the atime is new and equals both.
         chosen = modified not in (self.times[1], changed) or (
             accessed == modified == changed and accessed != self.times[2]
         )

@@ -127,7 +127,7 @@ class Simulation:
         return self._scheduler.cluster.workers[worker].resting
 
     def synced(self) -> None:
-        """End the step if all dedicated workers hold the new version."""
+        """End the step if all dedicated and hybrid workers hold the new version."""
         self._training.end_step_if_synced()
 
     def _tick(self, _what: None, _ticket: int) -> None:

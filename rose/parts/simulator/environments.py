@@ -57,7 +57,8 @@ class Heavy:
     alpha: float = 1.5  # ours: heavy, with a mean and no variance
 
     def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
-        """Compute samples from standard normal and two uniform draws, arrays of one shape."""
+        """Compute samples from standard normal and two uniform draws (arrays that broadcast). The
+        draws don't depend on drift, so drift scales samples and never reorders them."""
         factor = np.where(
             tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0
         )

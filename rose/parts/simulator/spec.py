@@ -111,7 +111,7 @@ class Link:
     version_bytes: float  # size of one version on the link: dense, or as differences
     # True: a version crosses the link once for the pool (broadcast, relay); False: once per worker
     relay: bool
-    apply_s: float  # pause of the engine while it applies a version
+    apply_s: float  # pause of the engine while it applies a version; it computes until then
     # Size of a version for a worker without the version before: it joined, or missed versions.
     full_bytes: float
 

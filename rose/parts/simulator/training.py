@@ -42,7 +42,7 @@ class Training:
         self._free_at = 0.0  # end of the current round
         self._ahead_s = 0.0  # seconds of the step's rounds
         self._trained_at = self._published_at = 0.0
-        self._syncing = False  # a published version is not yet on all dedicated workers
+        self._syncing = False  # a published version is not yet on all dedicated and hybrid workers
 
     def begin_step(self, step: int, _ticket: int) -> None:
         self._began = self._loop.now
@@ -120,7 +120,7 @@ class Training:
         self._feed(ev.VersionPublished(at=self._loop.now, version=version))
 
     def end_step_if_synced(self) -> None:
-        """End the step and begin the next, if every dedicated worker holds the new version."""
+        """End the step and begin the next, if all dedicated and hybrid workers hold it."""
         if not self._syncing or self._workers.waited_for:
             return
         step, training_at, groups = self._batch

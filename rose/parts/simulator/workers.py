@@ -29,7 +29,7 @@ class Hub(Protocol):
         """Schedule the engine's next event, after a change of the engine."""
 
     def synced(self) -> None:
-        """End the step if all dedicated workers have loaded its weights."""
+        """End the step if all dedicated and hybrid workers have loaded its weights."""
 
     def is_resting(self, worker: str) -> bool:
         """Return whether the scheduler has put the worker to sleep."""

@@ -102,7 +102,8 @@ def _as_parts(content: str | list[Any]) -> list[Any]:
 
 
 def _system(content: Any, where: str) -> str:
-    """Return the system message's text, without blocks that begin with `BILLING` (as in vLLM)."""
+    """Return the system message's text without Claude Code's billing line. A block that begins with
+    it is dropped whole, as in vLLM; a string loses only the line."""
     texts = fields.texts(content, TEXT, where)
     if isinstance(content, str):
         return "".join(fields.system_texts(texts))
@@ -211,7 +212,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _stream_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the block with which the stream begins, and the delta that completes it."""
+    """Return the block as its first event has it, and the one delta that completes it."""
     match block["type"]:
         case "text":
             return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -42,7 +42,7 @@ END_S = 2 * reaper.END_S  # seconds to wait for a reaper, twice its own limit
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
     """Return a program's environment: the variables `own`, and variables of this process that
-    programs need or that `given` names. A proxy among them is not used for calls of the gateway."""
+    programs need or that `given` names. A proxy among them is not used for calls to the gateway."""
     kept = processes.bare_environment((*OWN_PYTHON, *given))
     if any(name.lower() in PROXIES for name in given):
         hosts = (

@@ -41,7 +41,7 @@ MOST_MARKS = 8
 MOST_OPEN = 16  # open requests of one trajectory; no framework starts as many sub-agents
 # Number of refused calls, or of repeated calls, after which an agent is ended as broken.
 MOST_REFUSED = 256
-MESSAGE_CHARACTERS = 50  # size of a message without its text, in characters
+MESSAGE_CHARACTERS = 50  # characters that take as long to read as a message's frame
 RATE = 50.0  # most calls per second on average, more than any model answers
 BURST = 500  # most calls at once, those of ten seconds
 

@@ -5,7 +5,7 @@
 The watchdog waits for the end of its standard input, which only the host holds open. Then it kills
 every process that was started with the host's name in its environment variables. Usually a reaper
 (reaper.py) has ended a program's processes before. The watchdog ends processes that a killed reaper
-has left, and processes of `verifiers`. It can't find processes that cleared these variables.
+has left, and processes of `verifiers`. It can't find processes that were started without them.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of this task. Their
-    number is the larger tensor-parallel size of the two engines. Other tasks on the node use other
-    GPUs. Raises `ConfigError` when this task sees too few."""
+    number is the larger tensor-parallel size of the two engines. Other tasks on the node may see
+    the same GPUs, but use other ones. Raises `ConfigError` when this task sees too few."""
     if not has_gpus(run_dir, overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
@@ -422,7 +422,7 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """Claim a free folder for the boards; return it and its lock. Raises `ConfigError`."""
+    """Claim a folder for the boards; return it and its lock. Raises `ConfigError` if all are taken."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         try:

@@ -28,7 +28,7 @@ WANTED_POLL_S = 10.0  # seconds between two calls of `wanted`, which may ask Slu
 LOG_EVERY_S = 60.0  # seconds between two log lines while waiting
 # Seconds after a signal, beyond serving.drain_s, until a membership that hasn't left is killed.
 KILL_S = 15.0
-FAILURES = 5  # failed memberships in a row after which the lender ends
+FAILURES = 5  # memberships in a row that fail before they join, after which the lender ends
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds between two memberships
 
 

@@ -6,8 +6,8 @@ memory of its profile run. The other engine's weights, or KV pages of either eng
 this memory, and this engine would fail at its next full step.
 
 So we measure the peak of the profile run. Once all graphs are captured, torch's caching allocator
-allocates as much memory as one segment and keeps it for later steps. Steps that allocate more than
-the profile run, such as for log-probabilities of prompts, aren't covered.
+allocates that much memory in one segment, and keeps it for later steps. Steps that allocate more
+than the profile run, such as for log-probabilities of prompts, aren't covered.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Member(Timed):
         return self._due or super().has_requests()
 
     def _ends_at(self, predictor: Predictor | None) -> float:
-        """Predict when the steps in flight end if each takes its P99; 0 without steps."""
+        """Predict when the steps in flight end if each takes its P99; 0 without steps or
+        predictor."""
         if not predictor or not self._in_flight:
             return 0.0
         return time.monotonic() + self._in_flight_s(predictor)[1]
