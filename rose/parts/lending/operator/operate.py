@@ -422,7 +422,7 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """Claim a folder for the boards; return it and its lock. Raises `ConfigError` if all are taken."""
+    """Claim a folder for boards; return it and its lock. Raises `ConfigError` if all are taken."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         try:
