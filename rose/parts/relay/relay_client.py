@@ -159,11 +159,14 @@ class Relayed:
         """Call `attempt(seconds)` until it returns or raises a final error. Raises `TransferError`
         after `timeout_s` seconds in which `progress()` did not grow."""
         until, before, pause = time.monotonic() + self.timeout_s, 0, _FIRST_PAUSE_S
+        why: Exception | None = None
         while True:
             try:
                 return attempt(max(0.1, min(until - time.monotonic(), ATTEMPT_S)))
             except (urllib3.exceptions.HTTPError, _Unavailable) as error:
-                why = error
+                # The relay's own reason says more than the timeout of a later, shorter attempt.
+                late = isinstance(error, urllib3.exceptions.TimeoutError)
+                why = why if late and isinstance(why, _Unavailable) else error
             if progress() > before:
                 until, before, pause = time.monotonic() + self.timeout_s, progress(), _FIRST_PAUSE_S
             if time.monotonic() + pause > until:

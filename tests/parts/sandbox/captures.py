@@ -311,7 +311,7 @@ async def only_what_changed_is_copied(box, folder):
     assert copied <= {"app/d/7", "app/d/new", "app/d/moved", "app/d/8"}
     assert len(os.listdir(folder / "two/data")) == len(copied)
     assert "app/d/9" not in {e["path"] for e in two.listing}
-    await refused(Sandbox.restore(folder / "two"), "made since an earlier one")
+    await refused(Sandbox.restore(folder / "two"), "but in an earlier one")
     await output(
         box,
         "python3 -c \"\nimport mmap, time\nf = open('d/1', 'r+b'); m = mmap.mmap(f.fileno(), 0); m[0]\n"
@@ -397,7 +397,10 @@ async def gvisor_brings_all_back(_, folder):
         "export SHOWN='a b'; hidden=1; twice() { echo $1$1; }; umask 027; exec 7>>log; echo one > file; "
         "(i=0; while :; do echo $((i++)) >&7; sleep .05; done) & until [ -s log ]; do sleep .05; done",
     )
-    for kind, words in (("files", "whose images have the processes"), ("none", "there are files")):
+    for kind, words in (
+        ("files", "whose images include the processes"),
+        ("none", "there are files"),
+    ):
         await refused(box.capture(kind, folder / "none"), words)
     await box.capture("process", folder / "c")
     await output(box, "echo two > file; hidden=2")
