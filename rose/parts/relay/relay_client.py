@@ -164,11 +164,13 @@ class Relayed:
             try:
                 return attempt(max(0.1, min(until - time.monotonic(), ATTEMPT_S)))
             except (urllib3.exceptions.HTTPError, _Unavailable) as error:
-                # The relay's own reason says more than the timeout of a later, shorter attempt.
-                late = isinstance(error, urllib3.exceptions.TimeoutError)
-                why = why if late and isinstance(why, _Unavailable) else error
+                failed = error
             if progress() > before:
                 until, before, pause = time.monotonic() + self.timeout_s, progress(), _FIRST_PAUSE_S
+                why = None
+            # The relay's own reason says more than the timeout of a later, shorter attempt.
+            late = isinstance(failed, urllib3.exceptions.TimeoutError)
+            why = why if late and isinstance(why, _Unavailable) else failed
             if time.monotonic() + pause > until:
                 raise TransferError(
                     f"{self}: {path}: {why}; given up after {self.timeout_s:g} s without a byte"

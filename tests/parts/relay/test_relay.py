@@ -10,6 +10,7 @@ import pytest
 import urllib3
 
 from rose.parts.relay.cache import CHUNK, Cache
+from rose.parts.relay.relay_client import Relayed
 from rose.parts.relay.server import AHEAD
 from rose.transfer import Corrupted, TransferError
 from rose.transfer.source import Folder, Missing, Refused, Stat, open_source
@@ -333,6 +334,25 @@ def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store):
     threading.Timer(0.3, setattr, (upstream, "down", "")).start()
     assert running.client().read(FILE) == data
     assert running.metrics()["upstream_errors_total"] > 0
+
+
+def test_a_relays_reason_is_not_hidden_by_the_timeout_of_a_later_attempt():
+    body = b"weights: the mount is gone"
+    answer = b"HTTP/1.1 503 gone\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # It answers its first request alone.
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(2000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(TransferError, match="503: weights: the mount is gone; given up after"):
+            Relayed(url, TOKEN, 0.5).read(FILE)
+        thread.join()
 
 
 @pytest.mark.slow
