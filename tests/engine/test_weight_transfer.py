@@ -28,16 +28,23 @@ class Receiver:
     def _release(self):
         self.released += 1
 
+    def close(self):
+        pass
+
     def stage(self, have, want, threads, dense_bytes, timeout_s, device_bytes, *rest):
         self.device_bytes = device_bytes
         return self.result
 
 
 @pytest.mark.parametrize(
-    "device, shares, wanted",
-    [("cuda", True, changes.MIN_BYTES), ("cuda", False, ALLOWED), ("cpu", True, None)],
+    "device, shares, wanted, end",
+    [
+        ("cuda", True, changes.MIN_BYTES, "abandon"),
+        ("cuda", False, ALLOWED, "abandon"),
+        ("cpu", True, None, "reset"),
+    ],
 )
-def test_on_a_shared_device_staging_takes_the_least(monkeypatch, device, shares, wanted):
+def test_on_a_shared_device_staging_takes_the_least(monkeypatch, device, shares, wanted, end):
     """Nor is the allocator's cache emptied: what steps need of a shared device is kept there."""
     gone = lambda: pytest.fail("the memory that steps need is gone")  # noqa: E731
     monkeypatch.setattr(torch.cuda, "empty_cache", gone)
@@ -54,5 +61,5 @@ def test_on_a_shared_device_staging_takes_the_least(monkeypatch, device, shares,
         thread.join(60)
     assert engine.status()["state"] == "staged" and receiver.device_bytes == wanted
     assert not receiver.released
-    engine.abandon()
+    getattr(engine, end)()
     assert receiver.released == 1
