@@ -5,8 +5,9 @@ Shared by simulator/validate_sim.py and lending/. Not a command.
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
 are as short as the kernel allows, so that a step of a few milliseconds is stretched and not
 stopped. Its weight is the greatest, because other load on the CPUs would not slow a GPU down. It
-holds vLLM's engine processes, which stand for GPUs. The ranks and servers in front of them are
-outside, because they would have cores of their host. It is set once the engines have started.
+holds the computing threads of vLLM's engines, which stand for GPUs. An engine's other threads (its
+sockets, its board's beats), and the ranks and servers in front of it are outside, because on a GPU
+machine they run on cores of the host. It is set once the engines have started.
 Without a writable controller there are no quotas: the scripts refuse to run, unless `--quota 0`
 says that none is wanted.
 """
@@ -69,11 +70,12 @@ def engines_of(pid: int) -> list[psutil.Process]:
 
 
 class Quota:
-    """A cgroup for an engine, or for the two engines of a serving device.
+    """A cgroup for the computing thread of an engine, or of the two engines of a serving device.
 
-    With `cores` 0 there is none. `core` is the one core on which the engines run. A serving device
-    needs it: Linux ranks threads by priority on each core alone, so that on two cores a rollout
-    step and an online step run side by side and share the quota in halves.
+    With one computing thread (rollout.threads=1) this is the main thread of the engine's process.
+    With `cores` 0 there is no cgroup. `core` is the one core on which the computing threads run. A
+    serving device needs it: Linux ranks threads by priority on each core alone, so that on two
+    cores a rollout step and an online step run side by side and share the quota in halves.
     """
 
     def __init__(self, name: str, cores: float, core: int | None = None) -> None:
@@ -82,12 +84,18 @@ class Quota:
             return
         self._v2 = (V2 / "cgroup.controllers").exists()
         self._folder = (V2 if self._v2 else V1) / f"rose-{os.getpid()}-{name}"
+        # The cgroup of the computing threads. Version 2 divides a process's threads only among
+        # threaded cgroups below one that holds the whole process.
+        self._computing = self._folder / "computing" if self._v2 else self._folder
         try:
             if self._v2:
-                (V2 / "cgroup.subtree_control").write_text("+cpu", encoding="utf-8")
-            self._folder.mkdir()
+                _write(V2 / "cgroup.subtree_control", "+cpu")
+            self._computing.mkdir(parents=True)
+            if self._v2:
+                _write(self._computing / "cgroup.type", "threaded")
+                _write(self._folder / "cgroup.subtree_control", "+cpu")
             file = "cpu.max" if self._v2 else "cpu.cfs_quota_us"
-            (self._folder / file).read_text(encoding="utf-8")
+            (self._computing / file).read_text(encoding="utf-8")
         except OSError as error:
             raise SystemExit(
                 f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
@@ -99,27 +107,34 @@ class Quota:
         for one that starts several engines, of which only the first is named ENGINE."""
         if self._folder is None:
             return
-        core = self._core
         for one in family(pid)[1:] if everybody else engines_of(pid):
             with contextlib.suppress(ProcessLookupError):
-                (self._folder / "cgroup.procs").write_text(str(one.pid), encoding="utf-8")
-                if core is not None:  # threads that start later inherit it
-                    each_thread(one, lambda thread: os.sched_setaffinity(thread, {core}))
+                if self._v2:
+                    _write(self._folder / "cgroup.procs", one.pid)
+                # A process's id is also its main thread's.
+                _write(self._computing / ("cgroup.threads" if self._v2 else "tasks"), one.pid)
+                if self._core is not None:
+                    os.sched_setaffinity(one.pid, {self._core})
 
     @staticmethod
     def favour(pid: int) -> None:
-        """Give servers in front of an engine priority over other work, because they have cores of
-        their own where the engine is a GPU."""
-        engines = engines_of(pid)
+        """Give the servers in front of an engine, and the engine's threads that don't compute,
+        priority over other work, because they have cores of their own where the engine is a GPU."""
+        computing = {engine.pid for engine in engines_of(pid)}
+
+        def favour(thread: int) -> None:
+            if thread not in computing:
+                os.setpriority(os.PRIO_PROCESS, thread, FAVOURED)
+
         for one in family(pid):
-            if one not in engines:
-                each_thread(one, lambda it: os.setpriority(os.PRIO_PROCESS, it, FAVOURED))
+            each_thread(one, favour)
 
     def limit(self) -> None:
         """Set the limit. Raises `SystemExit` if there is no engine in the quota."""
         if self._folder is None:
             return
-        if not (self._folder / "cgroup.procs").read_text(encoding="utf-8"):
+        threads = self._computing / ("cgroup.threads" if self._v2 else "tasks")
+        if not threads.read_text(encoding="utf-8"):
             raise SystemExit(
                 f"no process called {ENGINE} came up to be confined; vLLM calls its engines "
                 "otherwise now"
@@ -131,19 +146,26 @@ class Quota:
         else:
             values = {"cpu.shares": 262_144, "cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
         for name, value in values.items():
-            (self._folder / name).write_text(str(value), encoding="utf-8")
+            _write(self._computing / name, value)
+        if self._v2:
+            _write(self._folder / "cpu.weight", values["cpu.weight"])
 
     def close(self) -> None:
         """Remove the cgroup once its processes have ended."""
         if self._folder is None:
             return
         end = time.monotonic() + 30
-        while time.monotonic() < end:
+        while self._folder.exists() and time.monotonic() < end:
             try:
+                if self._computing.exists():
+                    self._computing.rmdir()
                 self._folder.rmdir()
-                return
             except OSError:
                 time.sleep(0.1)  # retried until the last process is gone
+
+
+def _write(file: Path, value: object) -> None:
+    file.write_text(str(value), encoding="utf-8")
 
 
 def profile(out: Path, quota: Quota, words: Sequence[str], prefix: Sequence[str] = ()) -> None:

@@ -1,12 +1,13 @@
 """Which steps of a live run count, and how a script that started one ends."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts import live_runs
+from scripts import harness, live_runs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -35,3 +36,37 @@ def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
         process.terminate()
     said, _ = process.communicate("\n", timeout=600)
     assert said.strip() == "ended" and process.returncode == 143
+
+
+THREADS = """
+import threading, time
+thread = threading.Thread(target=time.sleep, args=(600,))
+thread.start()
+print(thread.native_id, flush=True)
+thread.join()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a cgroup")
+def test_a_quota_holds_an_engines_computing_thread_and_no_other():
+    # Named as vLLM names an engine, below a process of this test as below a rank.
+    engine = f'exec -a {live_runs.ENGINE} {sys.executable} -c "{THREADS}"'
+    parent = subprocess.Popen(["bash", "-c", f"({engine}) & wait"], stdout=subprocess.PIPE)
+    name = f"rose-{os.getpid()}-test"
+    quota = live_runs.Quota("test", 0.5, core=min(os.sched_getaffinity(0)))
+    try:
+        other = int(parent.stdout.readline())
+        [engine] = live_runs.engines_of(parent.pid)
+        quota.add(parent.pid)
+        quota.limit()
+        groups = [Path(f"/proc/{id}/cgroup").read_text() for id in (engine.pid, other)]
+        # On version 2 the other threads are in the group above, which has no limit.
+        assert name in groups[0] and groups[0] != groups[1]
+        assert len(os.sched_getaffinity(engine.pid)) == 1
+        assert os.sched_getaffinity(other) == os.sched_getaffinity(0)
+    finally:
+        for one in reversed(harness.family(parent.pid)):
+            one.kill()
+        parent.communicate()
+        quota.close()
+    assert not any((above / name).exists() for above in (live_runs.V1, live_runs.V2))
