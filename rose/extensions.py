@@ -12,8 +12,8 @@ A part adds features by modules with these names:
                 `JOBS`: kind of Slurm jobs that help a run (rose/launch/lent.py) -> module that
                 submits them. `KEYS`: section of the configuration that only one command has ->
                 that command.
-    shared_device.py `engine_args(gpus, tensor_parallel)`: vLLM's arguments of a rollout engine that
-                shares its device. `register()`: patches vLLM in the processes of such an engine.
+    shared_device.py `engine_args(gpus, rollout)`: vLLM's arguments of a rollout engine that shares
+                its device. `register()`: patches vLLM in the processes of such an engine.
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
     views.py    `write(observe, run_dir)`: writes files for people to read, once an attempt has
                 ended. `PAGE`: the file whose path a run prints as its report at the end.

@@ -103,8 +103,10 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
     }
     if gpus:
         # This layout keeps a block in one place, not a part of it in every layer's region. So its
-        # pages of 2 MiB can be released.
-        lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
+        # pages of 2 MiB can be released. CUDA maps streams onto 8 connections by default. A stream
+        # that shares one with a stopped stream would wait, too.
+        lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        lent = lent if shares_device else {}
         # vLLM's warm-up would build FlashInfer's sampler with nvcc, and fail without a CUDA
         # toolkit. vLLM's own Triton kernels compute the same.
         name = "VLLM_USE_FLASHINFER_SAMPLER"
@@ -178,7 +180,7 @@ def engine_args(
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     for part in extensions.modules("shared_device").values() if shares else ():
-        args |= part.engine_args(gpus, rollout.tensor_parallel)
+        args |= part.engine_args(gpus, rollout)
     # No drafts beside an online engine, because the prediction of step times ignores them.
     if rollout.draft.method != "none" and not shares:
         args |= drafting(rollout.draft, gpus)

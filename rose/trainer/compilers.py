@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 
 from rose.config import Config, ConfigError, Trainer
 
@@ -41,17 +42,23 @@ def why_not_compile(on_gpu: bool) -> str:
 
 
 def no_compiler(on_gpu: bool) -> str:
-    """Return an error text if this host lacks the compiler that torch's code needs, else "". On a
-    CPU it is a C++ compiler, on a GPU a C compiler, which Triton calls."""
+    """Return an error text if this host lacks the compiler that torch's code needs, or Python's
+    headers, else "". On a CPU it is a C++ compiler, on a GPU a C compiler, which Triton calls."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
     chosen = os.environ.get(variable)
     names = (chosen,) if chosen else names
-    if any(map(shutil.which, names)):
-        return ""
-    return (
-        f"no {' or '.join(names)} here, to compile the code that torch generates; "
-        f"Debian: apt-get install g++, or name a compiler by {variable}"
-    )
+    if not any(map(shutil.which, names)):
+        return (
+            f"no {' or '.join(names)} here, to compile the code that torch generates; "
+            f"Debian: apt-get install g++, or name a compiler by {variable}"
+        )
+    headers = sysconfig.get_path("include")
+    if not os.path.isfile(f"{headers}/Python.h"):
+        return (
+            f"no Python.h in {headers}, which the code that torch generates includes; Debian: "
+            "apt-get install python3-dev"
+        )
+    return ""
 
 
 def check_type(trainer: Trainer, kind: str) -> None:

@@ -117,8 +117,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with transformers' signature: query (B, heads, L, d), key and value (B,
     kv_heads, L, d). Returns (B, L, heads, d)."""
-    if _cudnn and attention_mask is None and query.shape[2] >= LONG:
-        with sdpa_kernel(IN_ORDER, set_priority=True):
+    if _kernels and attention_mask is None and query.shape[2] >= LONG:
+        with sdpa_kernel(_kernels, set_priority=True):
             return sdpa_attention_forward(
                 module, query, key, value, None, scaling=scaling, **kwargs
             )
@@ -130,19 +130,19 @@ def attention(
     )
 
 
-_cudnn = False  # True: this process uses cuDNN for long rows (`use_cudnn`)
+_kernels: list[SDPBackend] = []  # SDPA's kernels for long rows; empty: torch chooses
 
 
-def use_cudnn(on: bool) -> None:
+def use_cudnn(on: bool, alone: bool = False) -> None:
     """If `on`, `attention` over long rows prefers cuDNN's kernels, else torch chooses. Check
-    `cudnn_works` before."""
-    global _cudnn
-    _cudnn = on
+    `cudnn_works` before. With `alone` it raises `RuntimeError` for inputs that cuDNN refuses."""
+    global _kernels
+    _kernels = [] if not on else IN_ORDER[:1] if alone else IN_ORDER
 
 
 def rounded(length: int, multiple: int = 1) -> int:
     """Return the length to which rows are padded: a multiple, for cuDNN also of `MULTIPLE`."""
-    if _cudnn and length >= LONG:
+    if _kernels and length >= LONG:
         multiple = math.lcm(multiple, MULTIPLE)
     return -(-length // multiple) * multiple
 
@@ -166,13 +166,13 @@ def cudnn_works(
         return attention(layer, query, key, value, None)[0]
 
     def run(on: bool) -> list[Tensor]:
-        use_cudnn(on)
+        use_cudnn(on, alone=True)
         return _with_gradients(attend, inputs, weights)
 
     try:
         pairs = zip(run(True), run(False), strict=True)
         apart = max(float((a - b).float().abs().max() / b.float().abs().max()) for a, b in pairs)
-    except RuntimeError:  # cuDNN's errors
+    except RuntimeError:  # cuDNN refuses these inputs, or fails
         return False
     finally:
         use_cudnn(False)

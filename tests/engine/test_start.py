@@ -30,7 +30,11 @@ def test_sleep_mode_on_a_gpu(gpus, lent, expected, rollout, model_config, tmp_pa
             monkeypatch.setenv(name, value)
     args = engine_args(Path("m"), rollout, model_config, False, 0, gpus)
     assert args.get("enable_sleep_mode") is expected
-    assert ("compilation_config" in args) is bool(expected)
+    if expected:
+        graphs = {"max_cudagraph_capture_size": 512, "cudagraph_mode": "PIECEWISE"}
+        assert args["compilation_config"] == graphs and args["max_num_batched_tokens"] == 512
+    else:
+        assert "compilation_config" not in args
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)
 
 

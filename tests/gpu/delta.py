@@ -122,6 +122,7 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     timed("compared", lambda: trained.updates.compare(0))
     trained.copy()
     published = timed("published", lambda: trained.publish(3))
+    engine.staged.release()  # An engine releases version 2 before it stages another one.
     if report.gpus:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if report.gpus else 0

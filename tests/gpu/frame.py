@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ def _number(value: float | bool | str) -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
+    if math.isnan(value):
+        return "nan"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 

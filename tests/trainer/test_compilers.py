@@ -29,6 +29,9 @@ def test_without_a_compiler_nothing_is_to_be_compiled(make_config, monkeypatch, 
     assert compilers.why_not_compile(on_gpu=True) == "" != compilers.why_not_compile(on_gpu=False)
     monkeypatch.setenv("CXX", "clang")
     compilers.check(make_config("trainer.compile=true"))
+    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda name: str(tmp_path))
+    for on_gpu in (True, False):
+        assert f"no Python.h in {tmp_path}" in compilers.why_not_compile(on_gpu)
 
 
 def test_liger_has_to_be_installed(make_config, monkeypatch):

@@ -165,7 +165,7 @@ def test_long_rows_are_padded_for_cudnn_and_compute_the_same(tmp_path, monkeypat
     policy.hf.base_model.layers[0].register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1])
     )
-    monkeypatch.setattr(tree_attention, "_cudnn", False)
+    monkeypatch.setattr(tree_attention, "_kernels", [])
     tree_attention.use_cudnn(True)
     found = policy(inputs, inputs, torch.ones(inputs.shape))
     assert lengths == [padded]
@@ -176,19 +176,21 @@ def test_long_rows_are_padded_for_cudnn_and_compute_the_same(tmp_path, monkeypat
 def test_cudnns_attention_is_taken_only_where_it_computes_the_same(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     form = CPU, 4, 2, 8, torch.bfloat16
+    assert not tree_attention.cudnn_works(*form), "a CPU has no cuDNN, whatever else would compute"
+    monkeypatch.setattr(tree_attention, "IN_ORDER", tree_attention.IN_ORDER[-1:])  # in its place
     assert tree_attention.cudnn_works(*form)
     assert not tree_attention.cudnn_works(*form[:-1], torch.float32)
     right = tree_attention.sdpa_attention_forward
 
     def wrong(module, query, *rest, **more):
         out, _ = right(module, query, *rest, **more)
-        return (1.1 if tree_attention._cudnn else 1.0) * out, None
+        return (1.1 if tree_attention._kernels else 1.0) * out, None
 
     def fails(*_, **__):
         raise RuntimeError("cuDNN has no plan")
 
     for other in (wrong, fails):
         monkeypatch.setattr(tree_attention, "sdpa_attention_forward", other)
-        assert not tree_attention.cudnn_works(*form) and not tree_attention._cudnn
+        assert not tree_attention.cudnn_works(*form) and not tree_attention._kernels
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not tree_attention.cudnn_works(*form)

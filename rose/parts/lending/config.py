@@ -73,7 +73,7 @@ class Lending(Section):
     high_watermark: Share  # share of kv_gib in use or lent above which the loan is halved
     stale_after_s: Positive  # seconds of silence of the online engine after which nothing is lent
     revoke_after_s: Positive  # seconds to return revoked memory; then the rollout engine is killed
-    patience_s: Positive  # longest wait of a turn at the gate; then it is returned
+    patience_s: Positive  # longest wait of a turn at the gate or at a stop; then it is returned
     # "22-06" (local time): share of the lendable memory; 1 in hours not named
     hours: dict[str, NotNegative]
     control_port: Natural  # port of metrics, report and stop switch; 0: a free port, printed

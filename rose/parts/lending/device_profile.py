@@ -63,6 +63,8 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
             "dtype": config.model.dtype,
             "threads": None if gpus else rollout.threads,
             "tensor_parallel": rollout.tensor_parallel,
+            # decides its CUDA graphs
+            "stops": config.serving.lending.stops if gpus else None,
         },
         "interference": {"priority": config.serving.lending.priority},
     }

@@ -45,7 +45,8 @@ ALONE = 0.01
 FEWEST = 20  # least number of online steps of either kind; a P99 of fewer says nothing
 STEP_SHARE = 0.125  # largest share of a slice that one step may take
 LEAST_HOLD = 0.01  # least hold_p99 in a profile; a smaller one can't be measured with so few steps
-CLIENTS = 4  # clients of each engine while both run
+CLIENTS = 4  # clients of each engine while both run; of a rollout engine on a GPU TURNS
+TURNS = 64  # Large steps delay the other engine more, and a GPU's rollout engine has many turns.
 # A client pauses between its requests for this multiple of a request's time. An online engine that
 # is never idle would leave no time for steps of an engine of idle priority on the same core.
 PAUSE = 3.0
@@ -242,13 +243,13 @@ async def together(
     predictor: Predictor,
     rollout_predictor: Predictor,
     seconds: float,
+    turns: int = CLIENTS,
 ) -> dict[str, float]:
-    """Measure the `interference` of rollouts with steady online traffic. Takes up to twice
-    `seconds` if there are too few steps. Raises `EngineError`."""
+    """Measure the `interference` of rollouts, of `turns` concurrent turns, with steady online
+    traffic. Takes up to twice `seconds` if there are too few steps. Raises `EngineError`."""
     slice_s = seconds / SLICES / 2
-    longest, rollout_longest = (
-        _longest_within(slice_s * STEP_SHARE, p) for p in (predictor, rollout_predictor)
-    )
+    longest = _longest_within(slice_s * STEP_SHARE, CLIENTS, predictor)
+    rollout_longest = _longest_within(slice_s * STEP_SHARE, turns, rollout_predictor)
     steps: tuple[list[Step], list[Step]] = ([], [])
     for engine in (online, rollout):
         engine.steps()  # discards earlier steps
@@ -256,7 +257,7 @@ async def together(
         await online.traffic(CLIENTS, slice_s, longest, PAUSE)
         await asyncio.gather(
             online.traffic(CLIENTS, slice_s, longest, PAUSE),
-            rollout.traffic(CLIENTS, slice_s, rollout_longest),
+            rollout.traffic(turns, slice_s, rollout_longest),
         )
         await rollout.drain()
         for collected, engine in zip(steps, (online, rollout), strict=False):
@@ -266,13 +267,13 @@ async def together(
     return interference(*steps, predictor, rollout_predictor)
 
 
-def _longest_within(seconds: float, predictor: Predictor) -> int:
-    """Return the longest prompt, a power of 2 in tokens, of which CLIENTS fit into a step of
+def _longest_within(seconds: float, clients: int, predictor: Predictor) -> int:
+    """Return the longest prompt, a power of 2 in tokens, of which `clients` fit into a step of
     `seconds`. A long step would run on into the next slice, although its requests are aborted."""
     tokens = 2
     while (
         tokens < PROBES[-1]
-        and predictor.seconds(Work(((2 * tokens, 0),) * CLIENTS, 0, 0)) <= seconds
+        and predictor.seconds(Work(((2 * tokens, 0),) * clients, 0, 0)) <= seconds
     ):
         tokens *= 2
     return tokens

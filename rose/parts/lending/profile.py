@@ -190,10 +190,10 @@ async def _measure(
         if not gpus and config.serving.lending.priority == "idle":
             engines[1].lower_priority()
         log("measuring both together")
-        return (
-            {"online": online, "rollout": rollout},
-            await m.together(*engines, online, rollout, (1 - 2 * ALONE) * seconds),
-        )
+        turns = min(m.TURNS, config.rollout.max_sequences) if gpus else m.CLIENTS
+        left_s = (1 - 2 * ALONE) * seconds
+        both = await m.together(engines[0], engines[1], online, rollout, left_s, turns)
+        return {"online": online, "rollout": rollout}, both
     finally:
         for engine in engines:
             engine.shutdown()
@@ -227,7 +227,8 @@ def rollout_side(config: Config, model: Path):
     folder = start.local_folder(model)
     args = start.engine_args(folder, config.rollout, config.model, deterministic=False, seed=0)
     if config.cluster.gpus > 0:
-        args = shared_device.graphs(config.serving.lending, config.rollout.tensor_parallel) | args
+        args |= shared_device.steps_on_gpu(config.serving.lending, config.rollout)
+        args |= config.rollout.engine_args
     environment = start.environment(
         config.cluster.gpus > 0, config.rollout.threads, shares_device=True
     )

@@ -5,28 +5,38 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
+from rose.config import Rollout
 from rose.parts.lending.config import Lending
 from rose.parts.lending.operator import metrics
 from rose.parts.lending.vllm import device
 from rose.processes import die_with_parent
 
+# Tokens of the largest step with CUDA graphs. Launching a larger one takes less than computing it.
+MOST_CAPTURED = 512
 WORKER = "rose.parts.lending.vllm.worker_extension.LentWorker"
 
 
-def engine_args(gpus: bool, tensor_parallel: int) -> dict[str, Any]:
+def engine_args(gpus: bool, rollout: Rollout) -> dict[str, Any]:
     """Return vLLM's arguments of a rollout engine on a shared device. On a GPU,
     `Engine.deactivate` needs sleep mode to release the weights."""
     lending, own = device.here().serving.lending, {"worker_extension_cls": WORKER}
-    return own | {"enable_sleep_mode": True} | graphs(lending, tensor_parallel) if gpus else own
+    return own | {"enable_sleep_mode": True} | steps_on_gpu(lending, rollout) if gpus else own
 
 
-def graphs(lending: Lending, tensor_parallel: int) -> dict[str, Any]:
-    """Return vLLM's arguments for the CUDA graphs of a rollout engine. With
-    serving.lending.stops=layer its step waits between layers while the online engine computes
-    (rose/parts/lending/vllm/stops.py). It can wait only between CUDA graphs, so each piece of the
-    model gets a graph of its own. Engines with tensor parallelism never wait within a step."""
-    stops = lending.stops == "layer" and tensor_parallel == 1
-    return {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if stops else {}
+def steps_on_gpu(lending: Lending, rollout: Rollout) -> dict[str, Any]:
+    """Return vLLM's arguments for the size and the CUDA graphs of a rollout engine's steps.
+
+    The gate admits at most serving.lending.chunk_tokens, and vLLM reserves memory for the largest
+    step. With serving.lending.stops=layer a step waits between layers while the online engine
+    computes (rose/parts/lending/vllm/stops.py). It can wait only between CUDA graphs, so each piece
+    of the model gets a graph of its own. Engines with tensor parallelism never wait within a step.
+    """
+    most = max(lending.chunk_tokens, rollout.max_sequences)
+    # By default vLLM captures steps of up to twice max_sequences, which prompts may exceed.
+    graphs: dict[str, Any] = {"max_cudagraph_capture_size": min(most, MOST_CAPTURED)}
+    if lending.stops == "layer" and rollout.tensor_parallel == 1:
+        graphs["cudagraph_mode"] = "PIECEWISE"
+    return {"max_num_batched_tokens": most, "compilation_config": graphs}
 
 
 def register() -> None:

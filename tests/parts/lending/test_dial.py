@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.parts.lending.config import Slo
-from rose.parts.lending.rules.dial import MOST_OWED, PACE, Dial
+from rose.parts.lending.rules.dial import KEPT_OWED, MOST_OWED, PACE, Dial
 from rose.parts.lending.rules.predictor import Work
 
 STEP_S = 0.01
@@ -56,11 +56,24 @@ def test_without_targets_no_step_is_shared():
     assert shared(dial, 10)[0] == 0
 
 
-def test_a_slow_phase_is_forgotten_when_no_request_is_left_that_suffered_from_it():
+def test_most_of_a_slow_phase_is_forgotten_when_no_request_is_left_that_suffered_from_it():
     dial = Dial(slo(3.0), 0.5, 0.5)
     dial.decoded(100.0)
     assert dial.saved == pytest.approx(-MOST_OWED * 3.0 * STEP_S)
     assert not dial.lets(DECODES, STEP_S, FOREVER)
     dial.idle()
-    dial.decoded(STEP_S)
+    assert dial.saved == pytest.approx(-KEPT_OWED * 3.0 * STEP_S)
+    for _ in range(10):
+        dial.decoded(STEP_S)
     assert dial.lets(DECODES, STEP_S, FOREVER)
+    dial.idle()
+    assert dial.saved == 0, "time that was saved for others is nobody's"
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 24])
+def test_short_answers_meet_the_target_though_shared_steps_take_longer_than_expected(tokens):
+    dial, seconds, answers = Dial(slo(1.25), 0.1, 0.1), 0.0, 200
+    for _ in range(answers):
+        seconds += tokens * shared(dial, tokens, slower=3.0)[1]
+        dial.idle()
+    assert seconds / (answers * tokens) <= PACE * 1.25 * STEP_S * 1.01

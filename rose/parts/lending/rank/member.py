@@ -77,7 +77,8 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     mpi = config.cluster.mpi
     # MPI reads these variables when it is initialized.
     os.environ.update(config.cluster.interface_env | mpi.env | mpi.join_env)
-    if plugin.FOLDER in os.environ and config.serving.lending.priority == "idle":
+    lends, idle = plugin.FOLDER in os.environ, config.serving.lending.priority == "idle"
+    if lends and idle and not config.cluster.gpus:
         # The online server's front end sends tokens on the same cores and must have priority.
         os.nice(priority.NICE)
     found = endpoint(run_dir)

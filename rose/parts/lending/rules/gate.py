@@ -42,6 +42,7 @@ class Reason(enum.IntEnum):
     SLACK = 8  # an online request would miss its target
     STEP_SHARE = 9  # even the smallest step would delay a future request too long
     PACE = 10  # online requests, decoding beside rollouts, would miss tpot_p50_s
+    DEVICE_BUSY = 11  # the online engine stops R's steps between layers and lets none go on
 
 
 class Admission(NamedTuple):

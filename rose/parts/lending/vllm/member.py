@@ -111,6 +111,16 @@ class Member(Timed):
         """True if requests, aborts or calls wait for the engine's loop."""
         return self._core is not None and not self._core.input_queue.empty()
 
+    def _call_waits(self) -> bool:
+        """True if a call or an abort waits for the engine's loop."""
+        from vllm.v1.engine import EngineCoreRequestType as Kind
+
+        if self._core is None:
+            return False
+        queue = self._core.input_queue
+        with queue.mutex:
+            return any(kind in (Kind.UTILITY, Kind.ABORT) for kind, _ in queue.queue)
+
     def _on_beat(self) -> None:
         """Do this engine's work of each beat, in the beats' thread."""
 

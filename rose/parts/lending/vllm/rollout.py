@@ -34,9 +34,12 @@ from rose.parts.lending.vllm.stops import parts
 FIRST_POLL_S = 0.0005
 LAST_POLL_S = 0.005
 WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
-# Most seconds for which the online engine may stop a step. Calls into the engine, such as to load
-# weights, wait for the step's end. One step in so long a time costs a busy online engine about 1 %.
-MOST_STOPPED_S = 2.0
+# Most seconds for which the online engine may stop a step that a call waits for, such as to load
+# weights or to abort a request. Without a call the limit is lending.patience_s, so that the steps
+# which then run beside a busy online engine don't decide its P99.
+CALL_STOPPED_S = 0.1
+# Seconds of a stop after which the gate counts as shut.
+STOPPED_SHUT_S = 1.0
 
 
 def scheduler(vllm_config, **others):
@@ -69,6 +72,9 @@ class RolloutScheduler(Member):
         self._most = self.max_num_scheduled_tokens
         # Results of `_online_idle` when each step in flight began.
         self._beside: deque[float | None] = deque()
+        self._stops = parts(self.vllm_config, lending) > 1
+        # When a step was last seen free to go on, or the first request came to an idle engine.
+        self._free_at = time.monotonic()
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
         self._inactive = self._moves_memory = False
@@ -87,7 +93,7 @@ class RolloutScheduler(Member):
 
     def add_request(self, request) -> None:
         if self.device is not None and not self.requests:  # No request was waiting at the gate.
-            self._moved_at = self._gate_since = time.monotonic()
+            self._moved_at = self._gate_since = self._free_at = time.monotonic()
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False):
@@ -98,6 +104,8 @@ class RolloutScheduler(Member):
         if self._priority is not None:
             # The online engine may have raised the priority since the last step.
             self._priority.lower()
+        if self._stopped_s() > self._lending.patience_s:
+            self.evict(list(self.requests.values()))
         self.max_num_scheduled_tokens = self._pass_gate()
         if 0 < self.max_num_scheduled_tokens < len(self.running):
             self._rotate(self.max_num_scheduled_tokens)
@@ -166,8 +174,22 @@ class RolloutScheduler(Member):
         held = self.pool.mapped
         return target < held or target - held >= self.pool.grain and self.pool.can_map
 
+    def _stopped_s(self) -> float:
+        """Seconds since the flag was last seen down, at a beat or when the gate was asked."""
+        now = time.monotonic()
+        if not self._stops or not self._flag.up:
+            self._free_at = now
+        return now - self._free_at
+
+    def _reason(self, reason: Reason) -> Reason:
+        """Return the gate's reason, or DEVICE_BUSY where an open gate admits steps that then stop
+        at the flag."""
+        stopped = reason is Reason.OPEN and self._stopped_s() > STOPPED_SHUT_S
+        return Reason.DEVICE_BUSY if stopped else reason
+
     def _note(self, reason: Reason, now: float) -> None:
         """Record the gate's state. If there are requests, add the time since the last record."""
+        reason = self._reason(reason)
         passed, self._gate_since = now - self._gate_since, now
         if self.requests:
             if self.state.open:
@@ -189,6 +211,8 @@ class RolloutScheduler(Member):
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
             return
+        if self._flag.ignored:  # The next step may have to stop before the next beat.
+            self._flag.ignored = self._must_not_stop()
         s = self.state
         s.steps, s.busy_s = s.steps + 1, s.busy_s + ended - began
         s.prompt_tokens += sum(count for count, _ in work.prefill)
@@ -208,6 +232,9 @@ class RolloutScheduler(Member):
         return None if found is None or found.step_ends else found.steps
 
     def _on_beat(self) -> None:
+        if self._in_flight and self._reason(Reason.OPEN) is Reason.DEVICE_BUSY:
+            # The engine's loop, which asks the gate, waits for the stopped step.
+            self._note(Reason.DEVICE_BUSY, time.monotonic())
         self._flag.ignored = self._must_not_stop()
 
     def _must_not_stop(self) -> bool:
@@ -215,16 +242,14 @@ class RolloutScheduler(Member):
 
         1. The online engine is silent. It may have died with the flag up.
         2. Memory is being moved or must be released, and this waits for the step.
-        3. The step was stopped for too long.
+        3. The step was stopped for too long. `schedule` then returns the turns.
         """
         if self._moves_memory or self._online.read(self._lending.stale_after_s) is None:
             return True
         if self._target(copy.copy(self._budget)) < self.pool.mapped:
             return True
-        first = next(iter(self._in_flight), None)
-        return first is not None and (
-            time.monotonic() - max(first[2], self._last_ended) > MOST_STOPPED_S
-        )
+        most = CALL_STOPPED_S if self._call_waits() else self._lending.patience_s
+        return bool(self._in_flight) and self._stopped_s() > most
 
     # ------------------------------------------------------------------ memory
 
@@ -310,7 +335,7 @@ class RolloutScheduler(Member):
         reason = self._gate.admit(
             time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)
         ).reason
-        return reason != self.state.shut_by
+        return self._reason(reason) != self.state.shut_by
 
     def _write_board(self, step_ends: float | None = None) -> None:
         with self._writing:

@@ -27,7 +27,7 @@ from rose.parts.lending.vllm.vmm import CudaDriver, CudaError
 # Least and most seconds between two polls of the flag on a CPU.
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.002
-# Most seconds of a stop on a CPU. The scheduler ends a stop far sooner (rollout.MOST_STOPPED_S).
+# Most seconds of a stop on a CPU, should the scheduler not end it (lending.patience_s).
 DEADLINE_S = 20.0
 
 Stop = Callable[[], None]

@@ -5,7 +5,9 @@ import time
 import msgspec
 import pytest
 
+from rose.engine import plugin
 from rose.parts.lending.flag import Flag
+from rose.parts.lending.rules.gate import Reason
 from rose.parts.lending.vllm import rollout
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -138,22 +140,60 @@ def test_a_revoked_budget_ends_a_stopped_step_before_memory_is_released(rollouts
     assert not flag.ignored
 
 
-def test_a_flag_that_is_up_for_long_or_by_a_silent_engine_is_ignored(
-    rollouts, boards, flag, monkeypatch
-):
+def test_a_call_into_the_engine_waits_for_a_stopped_step_for_a_moment_only(rollouts, flag):
+    from vllm.v1.engine import EngineCoreRequestType
+
+    flag.up, scheduler = True, rollouts.scheduler
+    rollouts.add("a")
+    rollouts.plan()
+    queue, ago = scheduler._core.input_queue, 1.01 * rollout.CALL_STOPPED_S
+    for kind, goes_on in (("ADD", False), ("UTILITY", True), ("ABORT", True)):
+        scheduler._on_beat()
+        scheduler._free_at -= ago
+        queue.put((EngineCoreRequestType[kind], None))
+        scheduler._on_beat()
+        assert flag.may_go is goes_on, kind
+        rollouts.done()
+        queue.get()
+        scheduler._on_beat()
+        assert not flag.may_go, "the next one stops again"
+        rollouts.plan()
+    flag.up = False
+    scheduler._on_beat()
+    assert scheduler._stopped_s() < 600
+
+
+def test_turns_whose_steps_are_stopped_for_long_are_returned(rollouts, boards, flag, monkeypatch):
+    flag.up, scheduler = True, rollouts.scheduler
+    rollouts.add("a")
+    rollouts.plan()
+    scheduler._on_beat()
+    assert not flag.may_go and scheduler.state.open
+    monkeypatch.setattr(rollout, "STOPPED_SHUT_S", 0.0)
+    scheduler._on_beat()
+    assert not scheduler.state.open and scheduler.state.shut_by == Reason.DEVICE_BUSY
+    scheduler._free_at -= scheduler._lending.patience_s
+    scheduler._on_beat()
+    assert flag.may_go
+    rollouts.done()
+    rollouts.step()
+    assert rollouts.ended == {"a": ("ABORT", plugin.EVICTED)}
+    scheduler._on_beat()
+    assert not flag.may_go
+    rollouts.add("b")
+    rollouts.step()
+    assert "b" not in rollouts.ended, "it waits as long as others"
+    flag.up = False
+    rollouts.step()
+    assert scheduler.state.open
+
+
+def test_a_flag_that_a_silent_engine_left_up_is_ignored(rollouts, boards, flag):
     flag.up, scheduler = True, rollouts.scheduler
     rollouts.add("a")
     rollouts.plan()
     scheduler._on_beat()
     assert not flag.may_go
-    with monkeypatch.context() as patient:
-        patient.setattr(rollout, "MOST_STOPPED_S", 0.0)
-        scheduler._on_beat()
-    assert flag.may_go
-    rollouts.done()
-    scheduler._on_beat()
-    assert not flag.may_go, "the next one stops again"
-    rollouts.plan()
     boards.close()
     scheduler._lending = msgspec.structs.replace(scheduler._lending, stale_after_s=0.01)
     time.sleep(0.02)
