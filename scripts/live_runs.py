@@ -87,6 +87,7 @@ class Quota:
         # The cgroup of the computing threads. Version 2 divides a process's threads only among
         # threaded cgroups below one that holds the whole process.
         self._computing = self._folder / "computing" if self._v2 else self._folder
+        self._threads = self._computing / ("cgroup.threads" if self._v2 else "tasks")
         try:
             if self._v2:
                 _write(V2 / "cgroup.subtree_control", "+cpu")
@@ -112,7 +113,7 @@ class Quota:
                 if self._v2:
                     _write(self._folder / "cgroup.procs", one.pid)
                 # A process's id is also its main thread's.
-                _write(self._computing / ("cgroup.threads" if self._v2 else "tasks"), one.pid)
+                _write(self._threads, one.pid)
                 if self._core is not None:
                     os.sched_setaffinity(one.pid, {self._core})
 
@@ -133,8 +134,7 @@ class Quota:
         """Set the limit. Raises `SystemExit` if there is no engine in the quota."""
         if self._folder is None:
             return
-        threads = self._computing / ("cgroup.threads" if self._v2 else "tasks")
-        if not threads.read_text(encoding="utf-8"):
+        if not self._threads.read_text(encoding="utf-8"):
             raise SystemExit(
                 f"no process called {ENGINE} came up to be confined; vLLM calls its engines "
                 "otherwise now"

@@ -5,10 +5,11 @@
     python scripts/lending/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
-docs/benchmarks.md says what the three sides are and what is compared. Each engine and each serving
-device has --quota cores, which it gets before any other process; trainer, environment hosts and
-clients have what is left. A step has --batch trajectories, and --every seconds something is killed.
-Users come as in a public trace, stretched to --rate requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
+docs/benchmarks.md says what the three sides are and what is compared. The computing thread of each
+engine, or of both engines of a serving device, has --quota cores, which it gets before any other
+process; trainer, environment hosts and clients have what is left. A step has --batch trajectories,
+and --every seconds something is killed. Users come as in a public trace, stretched to --rate
+requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
 in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
 of its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 
