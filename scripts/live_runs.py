@@ -38,7 +38,7 @@ from scripts.runs import MEASURED, Run, launch
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
-FAVOURED = -10  # the nice value of servers in front of engines
+FAVOURED = -20  # the nice value of servers in front of engines, and of their clients
 LOOK_S = 0.5  # seconds between two polls of all processes, which take 10 ms
 # Seconds that the measurement of a serving device may take, and between two looks at it.
 PROFILE_LIMIT_S, PROFILE_POLL_S = 600.0, 0.1

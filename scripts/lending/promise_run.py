@@ -26,11 +26,11 @@ from rose.coordinator.replay import load
 from rose.parts.simulator import traces
 from rose.protocol import Role
 from scripts import live_runs
-from scripts.harness import REPOSITORY
+from scripts.harness import REPOSITORY, each_thread
 from scripts.lending import promise_count
 from scripts.lending.bench_coserving_client import replay
 from scripts.lending.promise_count import targets
-from scripts.live_runs import LOOK_S, Quota, Stolen
+from scripts.live_runs import FAVOURED, LOOK_S, Quota, Stolen
 from scripts.runs import MEASURED
 from scripts.slurm_jobs import Serving, Training, command
 
@@ -224,6 +224,8 @@ async def run(
         await _until(lambda: training.phase()[0] == "rollout", "the first step", jobs, training)
         log(f"the first step has begun, {time.time() - began:.0f} s after the submission")
         words = cfg.read_shape(plan.model).vocab
+        # The users' clients are threads of this process, and would be on other machines.
+        each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, FAVOURED))
         clients += [
             asyncio.create_task(users(job.url, trace, seed, over, words))
             for job, trace in zip(jobs, plan.requests(seed), strict=False)
@@ -244,6 +246,7 @@ async def run(
             "whole_s": time.monotonic() - started,
         }
     finally:
+        each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, 0))
         for client in clients:
             client.cancel()
         for one in filter(None, (training, *jobs)):
