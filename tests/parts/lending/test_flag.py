@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rose.parts.lending import flag as flags
 from rose.parts.lending import settings
 from rose.parts.lending.flag import MAY_GO, Flag
 from rose.parts.lending.vllm import stops
@@ -98,15 +99,20 @@ def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, gpu
         stops.on_gpu(flag, torch.device("cuda", 0), gpu)
 
 
-def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, monkeypatch):
-    stop = stops.on_cpu(flag)
-    flag.up = True
-    step = runs(stop)
-    assert step.is_alive()
-    flag.up = False
-    step.join(JOIN_S)
-    assert not step.is_alive()
-    flag.up = True
+@pytest.mark.parametrize("number", [flags._FUTEX, None, 10**6])
+def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, tmp_path, monkeypatch, number):
+    """With the system call, without it, and where it is refused."""
+    monkeypatch.setattr(flags, "_FUTEX", number)
+    monkeypatch.setattr(stops, "DEADLINE_S", 10 * JOIN_S)
+    stop, other = stops.on_cpu(flag), Flag(tmp_path)
+    for byte in ("up", "ignored"):
+        flag.up, flag.ignored = True, False
+        step = runs(stop)
+        assert step.is_alive()
+        setattr(other, byte, byte == "ignored")
+        step.join(JOIN_S)
+        assert not step.is_alive()
+    flag.up, flag.ignored = True, False
     monkeypatch.setattr(stops, "DEADLINE_S", 0.05)
     stop()
 

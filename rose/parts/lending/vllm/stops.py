@@ -4,8 +4,7 @@ the step waits while the online engine's flag is up (rose/parts/lending/flag.py)
 vLLM splits the compiled model at each attention, a custom op. With CUDA graphs of the pieces
 (cudagraph_mode=PIECEWISE), Python runs between them. So stops need no other op and no change to the
 code that vLLM compiles. On a GPU only the stream waits. Meanwhile the thread submits the next
-pieces of the step, and the other process has the device. On a CPU the computing thread polls the
-flag.
+pieces of the step, and the other process has the device. On a CPU the computing thread waits.
 
 A rollout engine with tensor parallelism has no stops. When the flag is raised, its ranks would stop
 at different layers. A rank that got further would spin in a collective operation and keep the
@@ -15,7 +14,6 @@ device from the online engine.
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +22,6 @@ from rose.parts.lending.flag import MAY_GO, Flag
 from rose.parts.lending.vllm import device
 from rose.parts.lending.vllm.vmm import CudaDriver, CudaError
 
-# Least and most seconds between two polls of the flag on a CPU.
-FIRST_POLL_S = 0.0002
-LAST_POLL_S = 0.002
 # Most seconds of a stop on a CPU, should the scheduler not end it (lending.patience_s).
 DEADLINE_S = 20.0
 
@@ -87,12 +82,8 @@ def on_cpu(flag: Flag) -> Stop:
     """Return a function that stops the thread which calls it."""
 
     def stop() -> None:
-        if flag.may_go:
-            return
-        end, pause = time.monotonic() + DEADLINE_S, FIRST_POLL_S
-        while not flag.may_go and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(1.5 * pause, LAST_POLL_S)
+        if not flag.may_go:
+            flag.wait(DEADLINE_S)
 
     return stop
 
