@@ -5,9 +5,10 @@ Shared by simulator/validate_sim.py and lending/. Not a command.
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
 are as short as the kernel allows, so that a step of a few milliseconds is stretched and not
 stopped. Its weight is the greatest, because other load on the CPUs would not slow a GPU down. It
-holds the computing threads of vLLM's engines, which stand for GPUs. An engine's other threads (its
-sockets, its board's beats), and the ranks and servers in front of it are outside, because on a GPU
-machine they run on cores of the host. It is set once the engines have started.
+holds the computing threads of vLLM's engines, which stand for GPUs, and what they start later. An
+engine's other threads (its sockets, its board's beats), and the ranks and servers in front of it
+are outside, because on a GPU machine they run on cores of the host. It is set once the engines have
+started.
 Without a writable controller there are no quotas: the scripts refuse to run, unless `--quota 0`
 says that none is wanted.
 """
@@ -98,6 +99,7 @@ class Quota:
             file = "cpu.max" if self._v2 else "cpu.cfs_quota_us"
             (self._computing / file).read_text(encoding="utf-8")
         except OSError as error:
+            self.close()
             raise SystemExit(
                 f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
                 "controller cpu, or give --quota 0 for engines without one"
@@ -120,11 +122,13 @@ class Quota:
     @staticmethod
     def favour(pid: int) -> None:
         """Give the servers in front of an engine, and the engine's threads that don't compute,
-        priority over other work, because they have cores of their own where the engine is a GPU."""
+        priority over other work, because they have cores of their own where the engine is a GPU.
+        A rollout engine on a shared device lowers its threads again when it begins to compute."""
         computing = {engine.pid for engine in engines_of(pid)}
 
         def favour(thread: int) -> None:
             if thread not in computing:
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, thread, FAVOURED)
 
         for one in family(pid):

@@ -24,6 +24,7 @@ COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
 AMID_S = 1.0
 # The status file of an attempt that was killed stays; after this many seconds it counts no more.
 STALE_S = 5.0
+FAVOUR_EVERY_S = 10.0  # seconds between two looks for threads to favour, at 10 ms of CPU time each
 NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
 PORT = 19_000  # port of the cluster's daemons, the first of 130
 
@@ -161,6 +162,7 @@ class Serving(Job):
         super().__init__(job.partition(";")[0], log)
         self._quota, self._limited = Quota(f"device-{node}", cores, core), False
         self._confined: set[int] = set()
+        self._favour_at = 0.0  # when threads that came or were lowered since are favoured again
 
     @property
     def url(self) -> str:
@@ -189,8 +191,12 @@ class Serving(Job):
     def confine(self) -> None:
         """Confine the online server and the lending process, each once its engine has started,
         because the quota stands for a device's compute."""
-        server = self._operator if self.online and self.url else None
+        server, now = self._operator if self.online and self.url else None, time.monotonic()
+        if again := now > self._favour_at:
+            self._favour_at = now + FAVOUR_EVERY_S
         for process in filter(None, (self.member, server)):
+            if again and process.pid in self._confined:
+                self._quota.favour(process.pid)
             if process.pid not in self._confined and engines_of(process.pid):
                 self._quota.add(process.pid)
                 self._quota.favour(process.pid)

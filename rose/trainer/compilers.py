@@ -53,7 +53,8 @@ def no_compiler(on_gpu: bool) -> str:
             f"Debian: apt-get install g++, or name a compiler by {variable}"
         )
     headers = sysconfig.get_path("include")
-    if not os.path.isfile(f"{headers}/Python.h"):
+    named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))
+    if not any(os.path.isfile(f"{it}/Python.h") for it in (headers, *named.split(":"))):
         return (
             f"no Python.h in {headers}, which the code that torch generates includes; Debian: "
             "apt-get install python3-dev"

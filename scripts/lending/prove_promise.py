@@ -6,11 +6,11 @@
     python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
 docs/benchmarks.md says what the three sides are and what is compared. The computing thread of each
-engine, or of both engines of a serving device, has --quota cores, which it gets before any other
-process; trainer, environment hosts and clients have what is left. A step has --batch trajectories,
-and --every seconds something is killed. Users come as in a public trace, stretched to --rate
-requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
-in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
+engine, or of both engines of a serving device, has --quota cores. It goes before all other load,
+as do the servers in front of engines and the users' clients. Trainer and environment hosts have
+what is left. A step has --batch trajectories, and --every seconds something is killed. Users come
+as in a public trace, stretched to --rate requests a second and device. Each seed takes one of the
+20-minute windows with the largest bursts in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
 of its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 
 The figures of each run go to --results when it is done, one file per seed. An interrupted proof
@@ -154,7 +154,7 @@ def _rounded(value: Any) -> Any:
 
 def settings(args: Any) -> dict[str, Any]:
     """Return what must be the same in all runs of a proof."""
-    found = {key: getattr(args, key) for key in SETTINGS}
+    found = {key: getattr(args, key) for key in SETTINGS} | {"quota_of": "computing threads"}
     return found | {"trace": args.trace.name, "overrides": args.words}
 
 

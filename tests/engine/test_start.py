@@ -7,6 +7,7 @@ import tomllib
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose import scratch
@@ -31,8 +32,13 @@ def test_sleep_mode_on_a_gpu(gpus, lent, expected, rollout, model_config, tmp_pa
     args = engine_args(Path("m"), rollout, model_config, False, 0, gpus)
     assert args.get("enable_sleep_mode") is expected
     if expected:
-        graphs = {"max_cudagraph_capture_size": 512, "cudagraph_mode": "PIECEWISE"}
-        assert args["compilation_config"] == graphs and args["max_num_batched_tokens"] == 512
+        assert args["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
+        assert args["max_num_batched_tokens"] == args["max_cudagraph_capture_size"] == 512
+        own = {"enable_chunked_prefill": False, "cudagraph_capture_sizes": [1, 2]}
+        rollout = msgspec.structs.replace(rollout, engine_args=own)
+        args = engine_args(Path("m"), rollout, model_config, False, 0, gpus)
+        assert args["max_num_batched_tokens"] == rollout.max_batched_tokens
+        assert args["cudagraph_capture_sizes"] == [1, 2] and "max_cudagraph_capture_size" not in args
     else:
         assert "compilation_config" not in args
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)

@@ -206,6 +206,7 @@ class Both:
         self.tasks: list[asyncio.Task] = []
         self.users = Users(report, self.server, config.serving.online.model)
         self.turns = Rollouts(report, None)
+        self._last_made = 0.0  # R's tokens when its board was last read
 
     def _overrides(self, targets: tuple[float, ...]) -> list[str]:
         model = ["model.source=folder", f"model.path={folder(self.report)}"]
@@ -268,8 +269,9 @@ class Both:
         return (self._made() - before) / (time.monotonic() - began)
 
     def _made(self) -> float:
-        board = self.board("rollout")
-        return board.made_tokens if board else 0.0
+        if (board := self.board("rollout")) is not None:
+            self._last_made = board.made_tokens
+        return self._last_made
 
     def board(self, name: str) -> Any:
         from rose.parts.lending.operator import metrics

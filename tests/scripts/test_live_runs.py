@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from scripts import harness, live_runs
+from scripts import live_runs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,25 +49,28 @@ thread.join()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a cgroup")
-def test_a_quota_holds_an_engines_computing_thread_and_no_other():
-    # Named as vLLM names an engine, below a process of this test as below a rank.
-    engine = f'exec -a {live_runs.ENGINE} {sys.executable} -c "{THREADS}"'
-    parent = subprocess.Popen(["bash", "-c", f"({engine}) & wait"], stdout=subprocess.PIPE)
+def test_a_quota_holds_an_engines_computing_thread_and_no_other(monkeypatch):
     name = f"rose-{os.getpid()}-test"
     quota = live_runs.Quota("test", 0.5, core=min(os.sched_getaffinity(0)))
+    engine = subprocess.Popen([sys.executable, "-c", THREADS], stdout=subprocess.PIPE)
     try:
-        other = int(parent.stdout.readline())
-        [engine] = live_runs.engines_of(parent.pid)
-        quota.add(parent.pid)
+        other = int(engine.stdout.readline())
+        process = psutil.Process(engine.pid)
+        monkeypatch.setattr(live_runs, "engines_of", lambda pid: [process])
+        quota.add(os.getpid())
         quota.limit()
         groups = [Path(f"/proc/{id}/cgroup").read_text() for id in (engine.pid, other)]
         # On version 2 the other threads are in the group above, which has no limit.
         assert name in groups[0] and groups[0] != groups[1]
         assert len(os.sched_getaffinity(engine.pid)) == 1
         assert os.sched_getaffinity(other) == os.sched_getaffinity(0)
+        os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0))
+        monkeypatch.setattr(live_runs, "family", lambda pid: [process])
+        quota.favour(os.getpid())
+        assert os.sched_getscheduler(other) == os.SCHED_OTHER
+        assert os.getpriority(os.PRIO_PROCESS, other) < os.getpriority(os.PRIO_PROCESS, engine.pid)
     finally:
-        for one in reversed(harness.family(parent.pid)):
-            one.kill()
-        parent.communicate()
+        engine.kill()
+        engine.communicate()
         quota.close()
     assert not any((above / name).exists() for above in (live_runs.V1, live_runs.V2))

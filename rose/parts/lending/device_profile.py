@@ -63,7 +63,7 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
             "dtype": config.model.dtype,
             "threads": None if gpus else rollout.threads,
             "tensor_parallel": rollout.tensor_parallel,
-            # decides its CUDA graphs
+            # With stops, each piece of a step has a CUDA graph of its own.
             "stops": config.serving.lending.stops if gpus else None,
         },
         "interference": {"priority": config.serving.lending.priority},

@@ -45,8 +45,10 @@ ALONE = 0.01
 FEWEST = 20  # least number of online steps of either kind; a P99 of fewer says nothing
 STEP_SHARE = 0.125  # largest share of a slice that one step may take
 LEAST_HOLD = 0.01  # least hold_p99 in a profile; a smaller one can't be measured with so few steps
-CLIENTS = 4  # clients of each engine while both run; of a rollout engine on a GPU TURNS
-TURNS = 64  # Large steps delay the other engine more, and a GPU's rollout engine has many turns.
+CLIENTS = 4  # clients of each engine while both run
+# Most clients of a rollout engine on a GPU. It has many turns, and large steps delay the online
+# engine more than small ones.
+TURNS = 64
 # A client pauses between its requests for this multiple of a request's time. An online engine that
 # is never idle would leave no time for steps of an engine of idle priority on the same core.
 PAUSE = 3.0

@@ -11,7 +11,8 @@ from rose.parts.lending.operator import metrics
 from rose.parts.lending.vllm import device
 from rose.processes import die_with_parent
 
-# Tokens of the largest step with CUDA graphs. Launching a larger one takes less than computing it.
+# Tokens of the largest step with CUDA graphs. To launch a larger step takes less time than the GPU
+# needs to compute it.
 MOST_CAPTURED = 512
 WORKER = "rose.parts.lending.vllm.worker_extension.LentWorker"
 
@@ -31,12 +32,16 @@ def steps_on_gpu(lending: Lending, rollout: Rollout) -> dict[str, Any]:
     computes (rose/parts/lending/vllm/stops.py). It can wait only between CUDA graphs, so each piece
     of the model gets a graph of its own. Engines with tensor parallelism never wait within a step.
     """
-    most = max(lending.chunk_tokens, rollout.max_sequences)
-    # By default vLLM captures steps of up to twice max_sequences, which prompts may exceed.
-    graphs: dict[str, Any] = {"max_cudagraph_capture_size": min(most, MOST_CAPTURED)}
+    args: dict[str, Any] = {}
+    most, own = max(lending.chunk_tokens, rollout.max_sequences), rollout.engine_args
+    if own.get("enable_chunked_prefill", True):  # else vLLM needs steps of a whole prompt
+        args["max_num_batched_tokens"] = most
+    if not {"compilation_config", "cudagraph_capture_sizes"} & set(own):
+        # By default vLLM captures steps of up to twice max_sequences, which prompts may exceed.
+        args["max_cudagraph_capture_size"] = min(most, MOST_CAPTURED)
     if lending.stops == "layer" and rollout.tensor_parallel == 1:
-        graphs["cudagraph_mode"] = "PIECEWISE"
-    return {"max_num_batched_tokens": most, "compilation_config": graphs}
+        args["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    return args
 
 
 def register() -> None:

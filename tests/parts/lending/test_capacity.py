@@ -50,8 +50,11 @@ def test_a_gate_that_is_shut_for_long_is_said_and_its_opening_at_once(said):
     assert said(0.1, open=0) is None is said(0.1 + SHUT_S, open=0)
     assert said(0.2 + SHUT_S, open=0) == SHUT
     assert said(9.0) == ALL
-    # A gate through which steps go is not shut.
-    assert [said(9 + t / 2, open=0, steps=t) for t in range(1, 10)] == [None] * 9
+    # A gate that opens for moments is not shut.
+    assert [said(9 + t / 2, open=0, open_s=t) for t in range(1, 10)] == [None] * 9
+    # The online engine has let a step go, so that it ends.
+    assert said(14.0, open=0, open_s=9, steps=9) is None
+    assert said(14.1 + SHUT_S, open=0, open_s=9, steps=10).max_sequences == 0
 
 
 def test_the_next_opening_is_expected_as_the_last_ones_came(said):

@@ -39,7 +39,7 @@ class CapacityWatch:
         self._reported: Capacity | None = None
         self._shut_since: float | None = None
         self._idle_since: float | None = None
-        self._steps = 0.0
+        self._open_s = 0.0
         self._spells: deque[float] = deque(maxlen=SPELLS)
 
     def update(self, now: float, state: Rollout | None) -> Capacity | None:
@@ -70,13 +70,14 @@ class CapacityWatch:
         )
 
     def _shut_for(self, now: float, state: Rollout) -> float:
-        """Seconds since the gate was last open. A new step shows that it was open in between."""
+        """Seconds since the gate was last open. More seconds with an open gate show that it was
+        open in between."""
         shut = not state.open
-        if self._shut_since is not None and (not shut or state.steps != self._steps):
+        if self._shut_since is not None and (not shut or state.open_s != self._open_s):
             if now - self._shut_since > SHUT_S:
                 self._spells.append(now - self._shut_since)
             self._shut_since = None
-        self._steps = state.steps
+        self._open_s = state.open_s
         if shut and self._shut_since is None:
             self._shut_since = now
         return now - self._shut_since if shut else 0.0

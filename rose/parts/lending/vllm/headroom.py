@@ -73,6 +73,7 @@ class Headroom:
         return (
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free on {self.device}, which another "
             "engine may share. Lower serving.online.kv_cache_gib or serving.lending.kv_gib, the "
-            "KV cache of both, or this engine's max_batched_tokens and max_sequences (the online "
-            "server's: serving.online.*, the rollout engine's: rollout.*)"
+            "KV cache of both, or the size of this engine's steps (the online server's: "
+            "serving.online.max_batched_tokens and max_sequences, the rollout engine's: "
+            "serving.lending.chunk_tokens and rollout.max_sequences)"
         )

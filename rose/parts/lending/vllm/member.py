@@ -112,14 +112,18 @@ class Member(Timed):
         return self._core is not None and not self._core.input_queue.empty()
 
     def _call_waits(self) -> bool:
-        """True if a call or an abort waits for the engine's loop."""
+        """True if a call, an abort or the engine's shutdown waits for the engine's loop, or if a
+        pause waits for nothing but the steps in flight."""
         from vllm.v1.engine import EngineCoreRequestType as Kind
 
         if self._core is None:
             return False
         queue = self._core.input_queue
         with queue.mutex:
-            return any(kind in (Kind.UTILITY, Kind.ABORT) for kind, _ in queue.queue)
+            if any(kind is not Kind.ADD for kind, _ in queue.queue):
+                return True
+        pauses = getattr(self._core, "_idle_state_callbacks", None)
+        return bool(pauses) and not self.has_unfinished_requests()
 
     def _on_beat(self) -> None:
         """Do this engine's work of each beat, in the beats' thread."""

@@ -38,7 +38,7 @@ WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
 # weights or to abort a request. Without a call the limit is lending.patience_s, so that the steps
 # which then run beside a busy online engine don't decide its P99.
 CALL_STOPPED_S = 0.1
-# Seconds of a stop after which the gate counts as shut.
+# Seconds with the flag up after which the gate counts as shut.
 STOPPED_SHUT_S = 1.0
 
 
@@ -73,9 +73,10 @@ class RolloutScheduler(Member):
         # Results of `_online_idle` when each step in flight began.
         self._beside: deque[float | None] = deque()
         self._stops = parts(self.vllm_config, lending) > 1
-        # When a step was last seen free to go on, or the first request came to an idle engine.
-        self._free_at = time.monotonic()
-        self._gate_since = self._moved_at = time.monotonic()
+        self._free_at = time.monotonic()  # when the flag was last known to be down
+        self._let_go: object = None  # last of the steps that must end though the flag is up
+        # When the first request came to an idle engine.
+        self._gate_since = self._moved_at = self._came_at = time.monotonic()
         self._large_since: float | None = None
         self._inactive = self._moves_memory = False
         self.state.shut_by = float(Reason.CONTROL_SILENT)
@@ -93,7 +94,7 @@ class RolloutScheduler(Member):
 
     def add_request(self, request) -> None:
         if self.device is not None and not self.requests:  # No request was waiting at the gate.
-            self._moved_at = self._gate_since = self._free_at = time.monotonic()
+            self._moved_at = self._gate_since = self._came_at = time.monotonic()
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False):
@@ -104,7 +105,7 @@ class RolloutScheduler(Member):
         if self._priority is not None:
             # The online engine may have raised the priority since the last step.
             self._priority.lower()
-        if self._stopped_s() > self._lending.patience_s:
+        if self._stopped_s(self._came_at) > self._lending.patience_s:
             self.evict(list(self.requests.values()))
         self.max_num_scheduled_tokens = self._pass_gate()
         if 0 < self.max_num_scheduled_tokens < len(self.running):
@@ -174,12 +175,13 @@ class RolloutScheduler(Member):
         held = self.pool.mapped
         return target < held or target - held >= self.pool.grain and self.pool.can_map
 
-    def _stopped_s(self) -> float:
-        """Seconds since the flag was last seen down, at a beat or when the gate was asked."""
+    def _stopped_s(self, since: float = 0.0) -> float:
+        """Seconds for which no step could go on: since the flag was last known to be down, but not
+        before `since`."""
         now = time.monotonic()
         if not self._stops or not self._flag.up:
             self._free_at = now
-        return now - self._free_at
+        return now - max(self._free_at, since)
 
     def _reason(self, reason: Reason) -> Reason:
         """Return the gate's reason, or DEVICE_BUSY where an open gate admits steps that then stop
@@ -213,6 +215,8 @@ class RolloutScheduler(Member):
             return
         if self._flag.ignored:  # The next step may have to stop before the next beat.
             self._flag.ignored = self._must_not_stop()
+        else:
+            self._free_at = ended  # It went on, so the flag was down at each stop.
         s = self.state
         s.steps, s.busy_s = s.steps + 1, s.busy_s + ended - began
         s.prompt_tokens += sum(count for count, _ in work.prefill)
@@ -232,8 +236,8 @@ class RolloutScheduler(Member):
         return None if found is None or found.step_ends else found.steps
 
     def _on_beat(self) -> None:
-        if self._in_flight and self._reason(Reason.OPEN) is Reason.DEVICE_BUSY:
-            # The engine's loop, which asks the gate, waits for the stopped step.
+        busy = self._reason(Reason.OPEN) is Reason.DEVICE_BUSY
+        if busy and self._in_flight:  # The engine's loop, which asks the gate, waits for the step.
             self._note(Reason.DEVICE_BUSY, time.monotonic())
         self._flag.ignored = self._must_not_stop()
 
@@ -242,14 +246,31 @@ class RolloutScheduler(Member):
 
         1. The online engine is silent. It may have died with the flag up.
         2. Memory is being moved or must be released, and this waits for the step.
-        3. The step was stopped for too long. `schedule` then returns the turns.
+        3. The step was stopped for too long: a call waits for its end, or `schedule` will return
+           the turns.
         """
         if self._moves_memory or self._online.read(self._lending.stale_after_s) is None:
             return True
         if self._target(copy.copy(self._budget)) < self.pool.mapped:
             return True
-        most = CALL_STOPPED_S if self._call_waits() else self._lending.patience_s
-        return bool(self._in_flight) and self._stopped_s() > most
+        return self._stopped_too_long()
+
+    def _stopped_too_long(self) -> bool:
+        """True if the steps in flight must end though the flag is up. Once this is true, it is so
+        until all of them have ended. With asynchronous scheduling these are two, and vLLM takes a
+        call after the first, but may carry it out only after the second."""
+        steps = [step for step, _, _ in self._in_flight]
+        if not steps or any(step is self._let_go for step in steps):
+            return bool(steps)
+        self._let_go = None
+        runs_since = max(self._in_flight[0][2], self._last_ended)
+        if (
+            self._stopped_s(self._came_at) > self._lending.patience_s
+            or self._call_waits()
+            and self._stopped_s(runs_since) > CALL_STOPPED_S
+        ):
+            self._let_go = steps[-1]
+        return self._let_go is not None
 
     # ------------------------------------------------------------------ memory
 

@@ -140,27 +140,60 @@ def test_a_revoked_budget_ends_a_stopped_step_before_memory_is_released(rollouts
     assert not flag.ignored
 
 
-def test_a_call_into_the_engine_waits_for_a_stopped_step_for_a_moment_only(rollouts, flag):
+def test_a_call_into_the_engine_waits_for_a_stopped_step_for_a_moment_only(
+    rollouts, flag, monkeypatch
+):
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreRequestType
 
     flag.up, scheduler = True, rollouts.scheduler
+    monkeypatch.setattr(rollout, "CALL_STOPPED_S", 0.0)
     rollouts.add("a")
-    rollouts.plan()
-    queue, ago = scheduler._core.input_queue, 1.01 * rollout.CALL_STOPPED_S
-    for kind, goes_on in (("ADD", False), ("UTILITY", True), ("ABORT", True)):
-        scheduler._on_beat()
-        scheduler._free_at -= ago
-        queue.put((EngineCoreRequestType[kind], None))
+    queue, kinds = scheduler._core.input_queue, EngineCoreRequestType
+    for kind, goes_on in ((kinds.ADD, False), (kinds.UTILITY, True), (kinds.ABORT, True)):
+        rollouts.plan()
+        queue.put((kind, None))
         scheduler._on_beat()
         assert flag.may_go is goes_on, kind
-        rollouts.done()
         queue.get()
         scheduler._on_beat()
-        assert not flag.may_go, "the next one stops again"
+        assert flag.may_go is goes_on, "vLLM may carry out what it took after the step only"
+        rollouts.done()
         rollouts.plan()
-    flag.up = False
+        scheduler._on_beat()
+        assert not flag.may_go, "the next one stops again"
+        rollouts.done()
+    rollouts.plan()
+    scheduler._core._idle_state_callbacks = [print]
     scheduler._on_beat()
-    assert scheduler._stopped_s() < 600
+    assert not flag.may_go, "until all requests have ended: that takes more than this step"
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler._on_beat()
+    assert flag.may_go, "until no step is in flight"
+
+
+def test_a_step_that_was_planned_ahead_is_let_go_with_the_first(rollouts, flag, monkeypatch):
+    flag.up, scheduler = True, rollouts.scheduler
+    scheduler._most = 16  # a third of the prompt
+    rollouts.add("a", prompt=48)
+    rollouts.plan()
+    rollouts.plan()
+    assert len(scheduler._in_flight) == 2
+    scheduler._on_beat()
+    assert not flag.may_go
+    monkeypatch.setattr(rollout, "CALL_STOPPED_S", 0.0)
+    from vllm.v1.engine import EngineCoreRequestType
+
+    scheduler._core.input_queue.put((EngineCoreRequestType.UTILITY, None))
+    scheduler._on_beat()
+    scheduler._core.input_queue.get()
+    rollouts.done()
+    scheduler._on_beat()
+    assert flag.may_go
+    rollouts.plan()
+    rollouts.done()
+    scheduler._on_beat()
+    assert not flag.may_go, "a step that was planned later"
 
 
 def test_turns_whose_steps_are_stopped_for_long_are_returned(rollouts, boards, flag, monkeypatch):
@@ -173,17 +206,22 @@ def test_turns_whose_steps_are_stopped_for_long_are_returned(rollouts, boards, f
     scheduler._on_beat()
     assert not scheduler.state.open and scheduler.state.shut_by == Reason.DEVICE_BUSY
     scheduler._free_at -= scheduler._lending.patience_s
+    scheduler._came_at -= scheduler._lending.patience_s
     scheduler._on_beat()
     assert flag.may_go
     rollouts.done()
     rollouts.step()
     assert rollouts.ended == {"a": ("ABORT", plugin.EVICTED)}
+    assert scheduler.state.shut_by == Reason.DEVICE_BUSY
     scheduler._on_beat()
     assert not flag.may_go
-    rollouts.add("b")
-    rollouts.step()
-    assert "b" not in rollouts.ended, "it waits as long as others"
+    rollouts.add("b")  # It finds out whether the device is busy still, and is not evicted for that.
+    rollouts.plan()
+    scheduler._on_beat()
+    assert not flag.may_go and not scheduler.state.open and "b" not in rollouts.ended
     flag.up = False
+    scheduler._on_beat()
+    rollouts.done()
     rollouts.step()
     assert scheduler.state.open
 
