@@ -177,7 +177,8 @@ def test_cudnns_attention_is_taken_only_where_it_computes_the_same(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     form = CPU, 4, 2, 8, torch.bfloat16
     assert not tree_attention.cudnn_works(*form), "a CPU has no cuDNN, whatever else would compute"
-    monkeypatch.setattr(tree_attention, "IN_ORDER", tree_attention.IN_ORDER[-1:])  # in its place
+    # Another kernel stands for cuDNN's.
+    monkeypatch.setattr(tree_attention, "IN_ORDER", tree_attention.IN_ORDER[-1:])
     assert tree_attention.cudnn_works(*form)
     assert not tree_attention.cudnn_works(*form[:-1], torch.float32)
     right = tree_attention.sdpa_attention_forward

@@ -34,7 +34,8 @@ def steps_on_gpu(lending: Lending, rollout: Rollout) -> dict[str, Any]:
     """
     args: dict[str, Any] = {}
     most, own = max(lending.chunk_tokens, rollout.max_sequences), rollout.engine_args
-    if own.get("enable_chunked_prefill", True):  # else vLLM needs steps of a whole prompt
+    # Without chunked prefill vLLM needs steps that hold a whole prompt.
+    if own.get("enable_chunked_prefill", True):
         args["max_num_batched_tokens"] = most
     if not {"compilation_config", "cudagraph_capture_sizes"} & set(own):
         # By default vLLM captures steps of up to twice max_sequences, which prompts may exceed.

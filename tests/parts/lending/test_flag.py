@@ -101,7 +101,7 @@ def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, gpu
 
 @pytest.mark.parametrize("number", [flags._FUTEX, None, 10**6])
 def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, tmp_path, monkeypatch, number):
-    """With the system call, without it, and where it is refused."""
+    """It ends so with the system call, without it, and where it is refused."""
     monkeypatch.setattr(flags, "_FUTEX", number)
     monkeypatch.setattr(stops, "DEADLINE_S", 10 * JOIN_S)
     stop, other = stops.on_cpu(flag), Flag(tmp_path)
