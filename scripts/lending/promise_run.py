@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ REPEATED = ("trajectories_restarted", "resumed_turns")  # counters in metrics.js
 DEVICES, SPARE = ("n3", "n4"), "n5"  # nodes that serve users, and a spare one; training has n1, n2
 # Seconds of a piece of the users' traffic, and seconds for the answers after its end.
 PIECE_S, DRAIN_S = 5.0, 20.0
+SWITCH_S = 0.001  # seconds after which a thread hands Python's lock on to the users' clients
 WAIT_S = 600.0  # deadline of all starts, and of a training step
 PROMPT, OUTPUT = 64.0, 24.0  # mean tokens of the users' requests
 MOST_PROMPT, MOST_OUTPUT = 300, 100
@@ -224,7 +226,8 @@ async def run(
         await _until(lambda: training.phase()[0] == "rollout", "the first step", jobs, training)
         log(f"the first step has begun, {time.time() - began:.0f} s after the submission")
         words = cfg.read_shape(plan.model).vocab
-        # The users' clients are threads of this process, and would be on other machines.
+        # The users' clients, which are in this process, would be on other machines.
+        sys.setswitchinterval(SWITCH_S)
         each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, FAVOURED))
         clients += [
             asyncio.create_task(users(job.url, trace, seed, over, words))
@@ -321,20 +324,29 @@ async def _until(
     storm: Storm | None = None,
 ) -> None:
     """Confine engines and run the storm until `ready()`. Raises `SystemExit` after `WAIT_S`, or if
-    the training job, or before there is one a serving job, has ended."""
+    the training job, or before there is one a serving job, has ended.
+
+    Scans of all processes and Slurm's commands take up to seconds, so they run in other threads.
+    The event loop has the users' clients, which would see tokens that much later.
+    """
     end = time.monotonic() + WAIT_S
-    while not ready():
+
+    def confined() -> bool:
+        """Confine engines. Returns True if a job that should run is over."""
         for one in filter(None, (training, *jobs)):
             one.confine()
-        over = any(job.over for job in ([training] if training else jobs))
-        if over and ready():  # The job may have ended since `ready()` was asked.
+        return any(job.over for job in ([training] if training else jobs))
+
+    while not await asyncio.to_thread(ready):
+        over = await asyncio.to_thread(confined)
+        if over and await asyncio.to_thread(ready):  # The job may have ended since the last look.
             return
         if over or time.monotonic() > end:
             why = "since the job has ended" if over else f"within {WAIT_S:g} s"
             where = f" and {training.run}/logs" if training else ""
             raise SystemExit(f"{what} did not come {why}; see {jobs[0].log}{where}")
         if storm is not None:
-            storm.look()
+            await asyncio.to_thread(storm.look)
         await asyncio.sleep(LOOK_S)
 
 
