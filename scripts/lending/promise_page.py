@@ -150,9 +150,9 @@ def _devices(of: Of, forecast: Forecast) -> list[Line]:
     return found
 
 
-def pairs(of: Of) -> list[tuple[dict, dict]]:
-    """Return (serving alone, serving beside rollouts) of each seed."""
-    return list(zip(of["alone"], of["borrowed"], strict=True))
+def pairs(of: Of, beside: str = "borrowed") -> list[tuple[dict, dict]]:
+    """Return (serving alone, serving on the side `beside`) of each seed."""
+    return list(zip(of["alone"], of[beside], strict=True))
 
 
 def _online(of: Of, forecast: Forecast) -> list[Line]:
@@ -164,11 +164,11 @@ def _online(of: Of, forecast: Forecast) -> list[Line]:
 
     expected = forecast.get("borrowed", {})
     found = []
-    for one in ratios(pairs(of)):
+    for one, other in zip(ratios(pairs(of)), ratios(pairs(of, "dedicated")), strict=True):
         what = f"online {one.name}, at most {SLACK:g} times alone"
         beside = f"{one.beside:.3f} s: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
         foreseen = f"{expected[one.name]:.2f}" if one.name in expected else ""
-        cells = "", f"{one.alone:.3f} s", beside
+        cells = f"{other.beside:.3f} s: {other.ratio:.2f}", f"{one.alone:.3f} s", beside
         found.append(Line(what, *cells, one.ratio <= SLACK, foreseen))
     return [*found, Line("online requests answered", *_cells(of, answered))]
 
