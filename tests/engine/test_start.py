@@ -38,7 +38,9 @@ def test_sleep_mode_on_a_gpu(gpus, lent, expected, rollout, model_config, tmp_pa
         rollout = msgspec.structs.replace(rollout, engine_args=own)
         args = engine_args(Path("m"), rollout, model_config, False, 0, gpus)
         assert args["max_num_batched_tokens"] == rollout.max_batched_tokens
-        assert args["cudagraph_capture_sizes"] == [1, 2] and "max_cudagraph_capture_size" not in args
+        assert (
+            args["cudagraph_capture_sizes"] == [1, 2] and "max_cudagraph_capture_size" not in args
+        )
     else:
         assert "compilation_config" not in args
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)
