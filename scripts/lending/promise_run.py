@@ -226,9 +226,7 @@ async def run(
         await _until(lambda: training.phase()[0] == "rollout", "the first step", jobs, training)
         log(f"the first step has begun, {time.time() - began:.0f} s after the submission")
         words = cfg.read_shape(plan.model).vocab
-        # The users' clients, which are in this process, would be on other machines.
-        sys.setswitchinterval(SWITCH_S)
-        each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, FAVOURED))
+        _set_nice(FAVOURED)
         clients += [
             asyncio.create_task(users(job.url, trace, seed, over, words))
             for job, trace in zip(jobs, plan.requests(seed), strict=False)
@@ -249,11 +247,17 @@ async def run(
             "whole_s": time.monotonic() - started,
         }
     finally:
-        each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, 0))
+        _set_nice(0)
         for client in clients:
             client.cancel()
         for one in filter(None, (training, *jobs)):
             one.close()
+
+
+def _set_nice(value: int) -> None:
+    """Set the nice value of this process, which has the users' clients, and let them run soon."""
+    sys.setswitchinterval(SWITCH_S)
+    each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, value))
 
 
 def machine() -> str:

@@ -28,18 +28,13 @@ from rose.parts.lending.vllm.member import Member, pause_s, vllm_scheduler
 from rose.parts.lending.vllm.pool import AT_ONCE
 from rose.parts.lending.vllm.priority import Priority
 from rose.parts.lending.vllm.steps import work_of
+from rose.parts.lending.vllm.stopped import Stopped
 from rose.parts.lending.vllm.stops import parts
 
 # Least and most seconds between two polls of a shut gate. Each poll interrupts the online engine.
 FIRST_POLL_S = 0.0005
 LAST_POLL_S = 0.005
 WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
-# Most seconds for which the online engine may stop a step that a call waits for, such as to load
-# weights or to abort a request. Without a call the limit is lending.patience_s, so that the steps
-# which then run beside a busy online engine don't decide its P99.
-CALL_STOPPED_S = 0.1
-# Seconds with the flag up after which the gate counts as shut.
-STOPPED_SHUT_S = 1.0
 
 
 def scheduler(vllm_config, **others):
@@ -72,11 +67,8 @@ class RolloutScheduler(Member):
         self._most = self.max_num_scheduled_tokens
         # Results of `_online_idle` when each step in flight began.
         self._beside: deque[float | None] = deque()
-        self._stops = parts(self.vllm_config, lending) > 1
-        self._free_at = time.monotonic()  # when the flag was last known to be down
-        self._let_go: object = None  # last of the steps that must end though the flag is up
-        # When the first request came to an idle engine.
-        self._gate_since = self._moved_at = self._came_at = time.monotonic()
+        self._stopped = Stopped(self._flag, parts(self.vllm_config, lending) > 1)
+        self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
         self._inactive = self._moves_memory = False
         self.state.shut_by = float(Reason.CONTROL_SILENT)
@@ -94,7 +86,7 @@ class RolloutScheduler(Member):
 
     def add_request(self, request) -> None:
         if self.device is not None and not self.requests:  # No request was waiting at the gate.
-            self._moved_at = self._gate_since = self._came_at = time.monotonic()
+            self._moved_at = self._gate_since = self._stopped.came_at = time.monotonic()
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False):
@@ -105,7 +97,7 @@ class RolloutScheduler(Member):
         if self._priority is not None:
             # The online engine may have raised the priority since the last step.
             self._priority.lower()
-        if self._stopped_s(self._came_at) > self._lending.patience_s:
+        if self._stopped.exceeds(self._lending.patience_s):
             self.evict(list(self.requests.values()))
         self.max_num_scheduled_tokens = self._pass_gate()
         if 0 < self.max_num_scheduled_tokens < len(self.running):
@@ -175,19 +167,10 @@ class RolloutScheduler(Member):
         held = self.pool.mapped
         return target < held or target - held >= self.pool.grain and self.pool.can_map
 
-    def _stopped_s(self, since: float = 0.0) -> float:
-        """Seconds for which no step could go on: since the flag was last known to be down, but not
-        before `since`."""
-        now = time.monotonic()
-        if not self._stops or not self._flag.up:
-            self._free_at = now
-        return now - max(self._free_at, since)
-
     def _reason(self, reason: Reason) -> Reason:
         """Return the gate's reason, or DEVICE_BUSY where an open gate admits steps that then stop
         at the flag."""
-        stopped = reason is Reason.OPEN and self._stopped_s() > STOPPED_SHUT_S
-        return Reason.DEVICE_BUSY if stopped else reason
+        return Reason.DEVICE_BUSY if reason is Reason.OPEN and self._stopped.shuts else reason
 
     def _note(self, reason: Reason, now: float) -> None:
         """Record the gate's state. If there are requests, add the time since the last record."""
@@ -216,7 +199,7 @@ class RolloutScheduler(Member):
         if self._flag.ignored:  # The next step may have to stop before the next beat.
             self._flag.ignored = self._must_not_stop()
         else:
-            self._free_at = ended  # It went on, so the flag was down at each stop.
+            self._stopped.free_at = ended  # It went on, so the flag was down at each stop.
         s = self.state
         s.steps, s.busy_s = s.steps + 1, s.busy_s + ended - began
         s.prompt_tokens += sum(count for count, _ in work.prefill)
@@ -253,24 +236,9 @@ class RolloutScheduler(Member):
             return True
         if self._target(copy.copy(self._budget)) < self.pool.mapped:
             return True
-        return self._stopped_too_long()
-
-    def _stopped_too_long(self) -> bool:
-        """True if the steps in flight must end though the flag is up. Once this is true, it is so
-        until all of them have ended. With asynchronous scheduling these are two, and vLLM takes a
-        call after the first, but may carry it out only after the second."""
-        steps = [step for step, _, _ in self._in_flight]
-        if not steps or any(step is self._let_go for step in steps):
-            return bool(steps)
-        self._let_go = None
-        runs_since = max(self._in_flight[0][2], self._last_ended)
-        if (
-            self._stopped_s(self._came_at) > self._lending.patience_s
-            or self._call_waits()
-            and self._stopped_s(runs_since) > CALL_STOPPED_S
-        ):
-            self._let_go = steps[-1]
-        return self._let_go is not None
+        steps, patience_s = [step for step, _, _ in self._in_flight], self._lending.patience_s
+        runs_since = max(self._in_flight[0][2], self._last_ended) if steps else 0.0
+        return self._stopped.must_end(steps, runs_since, patience_s, self._call_waits())
 
     # ------------------------------------------------------------------ memory
 

@@ -87,7 +87,7 @@ def boards(tmp_path, monkeypatch):
     # takes longer than was predicted, is a matter of single tests.
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
     monkeypatch.setattr(gate, "AHEAD_S", 60.0)
-    monkeypatch.setattr("rose.parts.lending.vllm.rollout.STOPPED_SHUT_S", 600.0)
+    monkeypatch.setattr("rose.parts.lending.vllm.stopped.SHUT_S", 600.0)
     monkeypatch.setattr(board, "ALIVE_S", 0.0)
     monkeypatch.setattr(board, "OPEN_RETRY_S", -1.0)  # boards that appear later are opened at once
     observe = Predictor.observe

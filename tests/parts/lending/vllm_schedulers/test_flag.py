@@ -8,7 +8,7 @@ import pytest
 from rose.engine import plugin
 from rose.parts.lending.flag import Flag
 from rose.parts.lending.rules.gate import Reason
-from rose.parts.lending.vllm import rollout
+from rose.parts.lending.vllm import stopped
 
 pytestmark = pytest.mark.slow  # imports vLLM
 TOTAL = 64 * 4096
@@ -147,7 +147,7 @@ def test_a_call_into_the_engine_waits_for_a_stopped_step_for_a_moment_only(
     from vllm.v1.engine import EngineCoreRequestType
 
     flag.up, scheduler = True, rollouts.scheduler
-    monkeypatch.setattr(rollout, "CALL_STOPPED_S", 0.0)
+    monkeypatch.setattr(stopped, "CALL_S", 0.0)
     rollouts.add("a")
     queue, kinds = scheduler._core.input_queue, EngineCoreRequestType
     for kind, goes_on in ((kinds.ADD, False), (kinds.UTILITY, True), (kinds.ABORT, True)):
@@ -181,7 +181,7 @@ def test_a_step_that_was_planned_ahead_is_let_go_with_the_first(rollouts, flag, 
     assert len(scheduler._in_flight) == 2
     scheduler._on_beat()
     assert not flag.may_go
-    monkeypatch.setattr(rollout, "CALL_STOPPED_S", 0.0)
+    monkeypatch.setattr(stopped, "CALL_S", 0.0)
     from vllm.v1.engine import EngineCoreRequestType
 
     scheduler._core.input_queue.put((EngineCoreRequestType.UTILITY, None))
@@ -202,11 +202,11 @@ def test_turns_whose_steps_are_stopped_for_long_are_returned(rollouts, boards, f
     rollouts.plan()
     scheduler._on_beat()
     assert not flag.may_go and scheduler.state.open
-    monkeypatch.setattr(rollout, "STOPPED_SHUT_S", 0.0)
+    monkeypatch.setattr(stopped, "SHUT_S", 0.0)
     scheduler._on_beat()
     assert not scheduler.state.open and scheduler.state.shut_by == Reason.DEVICE_BUSY
-    scheduler._free_at -= scheduler._lending.patience_s
-    scheduler._came_at -= scheduler._lending.patience_s
+    scheduler._stopped.free_at -= scheduler._lending.patience_s
+    scheduler._stopped.came_at -= scheduler._lending.patience_s
     scheduler._on_beat()
     assert flag.may_go
     rollouts.done()
