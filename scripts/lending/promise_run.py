@@ -330,8 +330,8 @@ async def _until(
     """Confine engines and run the storm until `ready()`. Raises `SystemExit` after `WAIT_S`, or if
     the training job, or before there is one a serving job, has ended.
 
-    Scans of all processes and Slurm's commands take up to seconds, so they run in other threads.
-    The event loop has the users' clients, which would see tokens that much later.
+    Scans of all processes and Slurm's commands take long, so they run in other threads. The event
+    loop has the users' clients, which would see tokens that much later.
     """
     end = time.monotonic() + WAIT_S
 
