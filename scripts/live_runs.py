@@ -8,9 +8,8 @@ stopped. Its weight is the greatest, because other load on the CPUs would not sl
 holds the computing threads of vLLM's engines, which stand for GPUs, and what they start later. An
 engine's other threads (its sockets, its board's beats), and the ranks and servers in front of it
 are outside, because on a GPU machine they run on cores of the host. It is set once the engines have
-started.
-Without a writable controller there are no quotas: the scripts refuse to run, unless `--quota 0`
-says that none is wanted.
+started. Without a writable controller there are no quotas: the scripts refuse to run, unless
+`--quota 0` says that none is wanted.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ engine, or of both engines of a serving device, has --quota cores. It goes befor
 as do the servers in front of engines and the users' clients. Trainer and environment hosts have
 what is left. A step has --batch trajectories, and --every seconds something is killed. Users come
 as in a public trace, stretched to --rate requests a second and device. Each seed takes one of the
-20-minute windows with the largest bursts in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
-of its own has no checkpoints, so it runs again, and gets the answers that its first run got.
+20-minute windows with the largest bursts in their first four minutes. A killed host's sandboxes are
+not restored: an agent that is a program of its own has no checkpoints, so it runs again, and gets
+the answers that its first run got.
 
 The figures of each run go to --results when it is done, one file per seed. An interrupted proof
 goes on from there, on another machine too, but `borrowed` needs an `alone` of the same kind of

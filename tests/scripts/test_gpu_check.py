@@ -192,3 +192,8 @@ def test_twins_leave_nothing_and_print_the_table(twins):
     _, ran = twins
     assert ran.returncode == 0 and ran.stdout.rstrip().endswith("no GPUs (cpu): all ok")
     assert "largest |difference|, new weights" in ran.stdout and "<= 0.001 (float32)" in ran.stdout
+
+
+def test_a_figure_that_is_not_a_number_fails_its_bounds_and_is_shown():
+    figure = frame.Figure("gradient norm", float("nan"), most=1.0)
+    assert not figure.ok and figure.measured == "nan" and figure.expected == "<= 1"

@@ -6,7 +6,7 @@ flag while it computes. R writes the other byte: it ignores the flag while S is 
 must end its step. No byte has two writers, so no write needs a lock. R may go on if S has lowered
 the flag or R ignores it. Then the word of both bytes has a bit of `MAY_GO`, for which a GPU's
 stream can wait by itself. On a CPU a thread of R waits by Linux's futex(2), because polls would
-take a few percent of the core that both engines share.
+take time of the core that both engines share.
 
 The page is a separate file, because boards are never mapped.
 """

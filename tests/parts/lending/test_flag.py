@@ -35,6 +35,17 @@ def runs(work) -> threading.Thread:
     return thread
 
 
+def ends_with_either_byte(stop, flag, other) -> None:
+    """Check that `stop` waits while the flag is up, until `other` lowers or ignores it."""
+    for byte in ("up", "ignored"):
+        flag.up, flag.ignored = True, False
+        step = runs(stop)
+        assert step.is_alive()
+        setattr(other, byte, byte == "ignored")
+        step.join(JOIN_S)
+        assert not step.is_alive()
+
+
 @pytest.mark.parametrize("up", [False, True])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_step_goes_on_while_the_flag_is_down_or_ignored(flag, tmp_path, up, ignored):
@@ -83,13 +94,7 @@ def test_another_process_sees_the_flag_though_its_file_was_removed(flag, tmp_pat
 def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, gpu, monkeypatch):
     stop = stops.on_gpu(flag, torch.device("cuda", 0), gpu)
     stop()
-    for byte in ("up", "ignored"):
-        flag.up, flag.ignored = True, False
-        step = runs(stop)
-        assert step.is_alive()
-        setattr(flag, byte, byte == "ignored")
-        step.join(JOIN_S)
-        assert not step.is_alive()
+    ends_with_either_byte(stop, flag, flag)
 
     def lock(address, nbytes):
         raise CudaError("cuMemHostRegister_v2", 801, "CUDA_ERROR_NOT_SUPPORTED")
@@ -101,17 +106,11 @@ def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, gpu
 
 @pytest.mark.parametrize("number", [flags._FUTEX, None, 10**6])
 def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, tmp_path, monkeypatch, number):
-    """It ends so with the system call, without it, and where it is refused."""
+    """The system call may be there, unknown, or refused."""
     monkeypatch.setattr(flags, "_FUTEX", number)
     monkeypatch.setattr(stops, "DEADLINE_S", 10 * JOIN_S)
     stop, other = stops.on_cpu(flag), Flag(tmp_path)
-    for byte in ("up", "ignored"):
-        flag.up, flag.ignored = True, False
-        step = runs(stop)
-        assert step.is_alive()
-        setattr(other, byte, byte == "ignored")
-        step.join(JOIN_S)
-        assert not step.is_alive()
+    ends_with_either_byte(stop, flag, other)
     flag.up, flag.ignored = True, False
     monkeypatch.setattr(stops, "DEADLINE_S", 0.05)
     stop()

@@ -173,6 +173,8 @@ def test_a_call_into_the_engine_waits_for_a_stopped_step_for_a_moment_only(
 
 
 def test_a_step_that_was_planned_ahead_is_let_go_with_the_first(rollouts, flag, monkeypatch):
+    from vllm.v1.engine import EngineCoreRequestType
+
     flag.up, scheduler = True, rollouts.scheduler
     scheduler._most = 16  # a third of the prompt
     rollouts.add("a", prompt=48)
@@ -182,8 +184,6 @@ def test_a_step_that_was_planned_ahead_is_let_go_with_the_first(rollouts, flag, 
     scheduler._on_beat()
     assert not flag.may_go
     monkeypatch.setattr(stopped, "CALL_S", 0.0)
-    from vllm.v1.engine import EngineCoreRequestType
-
     scheduler._core.input_queue.put((EngineCoreRequestType.UTILITY, None))
     scheduler._on_beat()
     scheduler._core.input_queue.get()
