@@ -13,11 +13,13 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import psutil
@@ -247,17 +249,28 @@ async def run(
             "whole_s": time.monotonic() - started,
         }
     finally:
-        _set_nice(0)
         for client in clients:
             client.cancel()
         for one in filter(None, (training, *jobs)):
             one.close()
+        _set_nice(0)
 
 
 def _set_nice(value: int) -> None:
     """Set the nice value of this process, which has the users' clients, and let them run soon."""
     sys.setswitchinterval(SWITCH_S)
     each_thread(psutil.Process(), lambda it: os.setpriority(os.PRIO_PROCESS, it, value))
+
+
+async def _apart(work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, which runs in another thread and without the clients' priority,
+    as do the commands that it starts."""
+
+    def run() -> Any:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 0)
+        return work()
+
+    return await asyncio.to_thread(run)
 
 
 def machine() -> str:
@@ -341,16 +354,16 @@ async def _until(
             one.confine()
         return any(job.over for job in ([training] if training else jobs))
 
-    while not await asyncio.to_thread(ready):
-        over = await asyncio.to_thread(confined)
-        if over and await asyncio.to_thread(ready):  # The job may have ended since the last look.
+    while not await _apart(ready):
+        over = await _apart(confined)
+        if over and await _apart(ready):  # The job may have ended since the last look.
             return
         if over or time.monotonic() > end:
             why = "since the job has ended" if over else f"within {WAIT_S:g} s"
             where = f" and {training.run}/logs" if training else ""
             raise SystemExit(f"{what} did not come {why}; see {jobs[0].log}{where}")
         if storm is not None:
-            await asyncio.to_thread(storm.look)
+            await _apart(storm.look)
         await asyncio.sleep(LOOK_S)
 
 

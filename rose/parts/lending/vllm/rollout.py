@@ -219,9 +219,9 @@ class RolloutScheduler(Member):
         return None if found is None or found.step_ends else found.steps
 
     def _on_beat(self) -> None:
-        busy = self._reason(Reason.OPEN) is Reason.DEVICE_BUSY
-        if busy and self._in_flight:  # The engine's loop, which asks the gate, waits for the step.
-            self._note(Reason.DEVICE_BUSY, time.monotonic())
+        changes = self._stopped.shuts != (self.state.shut_by == Reason.DEVICE_BUSY)
+        if changes and self._in_flight:  # The engine's loop, which asks the gate, waits for a step.
+            self._note(Reason.OPEN, time.monotonic())
         self._flag.ignored = self._must_not_stop()
 
     def _must_not_stop(self) -> bool:
